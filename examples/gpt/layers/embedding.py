@@ -1,0 +1,26 @@
+"""``Embedding``: a vector for each token, and with the same table the way back to logits."""
+
+from __future__ import annotations
+
+import bmtrain as bmt
+import torch
+import torch.nn.functional as F
+
+
+class Embedding(bmt.DistributedModule):
+    """A table of ``num_embeddings`` vectors, normally distributed with ``init_std`` at the start."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype | None = None, *, init_std: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(
+            torch.empty(num_embeddings, embedding_dim, dtype=dtype),
+            init_method=bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=init_std),
+        )
+
+    def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
+        """Look up the ids ``x``; with ``projection``, take vectors (..., embedding_dim) to logits over all ids."""
+        if projection:
+            return F.linear(x, self.weight)
+        return F.embedding(x, self.weight)

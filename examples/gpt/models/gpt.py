@@ -1,0 +1,89 @@
+"""``GPT``: a language model of pre-norm transformer blocks, with input and output embeddings tied."""
+
+from __future__ import annotations
+
+import bmtrain as bmt
+import torch
+from layers import Attention, Embedding, FeedForward, LayerNorm
+
+# Small embeddings and small outputs of the blocks: the first logits are near zero, so the first loss is near ln(vocab_size),
+# and the first gradients pass the blocks almost unchanged.
+EMBEDDING_STD = 0.05
+BLOCK_OUTPUT_GAIN = 0.2
+
+
+class TransformerEncoder(bmt.DistributedModule):
+    """One block: attention and feed-forward, each normalised before and added to what it reads."""
+
+    def __init__(
+        self,
+        dim_model: int,
+        dim_head: int,
+        num_heads: int,
+        dim_ff: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        gain = BLOCK_OUTPUT_GAIN
+        self.ln_attn = LayerNorm(dim_model, bias=bias, dtype=dtype)
+        self.attn = Attention(dim_model, dim_head, num_heads, bias=bias, dtype=dtype, output_gain=gain)
+        self.ln_ff = LayerNorm(dim_model, bias=bias, dtype=dtype)
+        self.ff = FeedForward(dim_model, dim_ff, bias=bias, dtype=dtype, output_gain=gain)
+
+    def forward(self, hidden: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+        """Take (batch, length, dim_model) to the same shape; ``visible`` as in :class:`Attention`."""
+        hidden = hidden + self.attn(self.ln_attn(hidden), visible)
+        return hidden + self.ff(self.ln_ff(hidden))
+
+
+class GPT(bmt.DistributedModule):
+    """The GPT of BMTrain's example. ``use_checkpoint`` and ``zero_level`` are those of every block: see ``bmt.Block``."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        vocab_size: int,
+        dim_model: int,
+        dim_head: int,
+        num_heads: int,
+        dim_ff: int,
+        max_distance: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        *,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.max_distance = max_distance
+        self.input_embedding = Embedding(vocab_size, dim_model, dtype=dtype, init_std=EMBEDDING_STD)
+        self.position_embedding = Embedding(max_distance, dim_model, dtype=dtype, init_std=EMBEDDING_STD)
+        self.transformers = bmt.TransformerBlockList(
+            [
+                bmt.Block(
+                    TransformerEncoder(dim_model, dim_head, num_heads, dim_ff, bias, dtype),
+                    use_checkpoint=use_checkpoint,
+                    zero_level=zero_level,
+                )
+                for _ in range(num_layers)
+            ]
+        )
+        self.layernorm = LayerNorm(dim_model, bias=bias, dtype=dtype)
+
+    def forward(
+        self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return logits (batch, length, vocab_size) of the token after each of ``input_ids`` (batch, length).
+
+        ``pos`` (batch, length) are the positions, below ``max_distance``. ``mask`` (batch, length) is False at padding, which no
+        other position reads; what comes out there means nothing. None: no padding, and ``pos`` ascends, which is faster.
+        """
+        visible = None
+        if mask is not None:
+            visible = mask[:, None, :] & (pos[:, None, :] <= pos[:, :, None])
+            # Padding reads itself: the softmax over nothing is not a number, and would reach the parameters' gradients.
+            visible = visible | torch.eye(pos.shape[1], dtype=torch.bool, device=pos.device)
+        hidden = self.input_embedding(input_ids) + self.position_embedding(pos)
+        hidden = self.transformers(hidden, visible)
+        return self.input_embedding(self.layernorm(hidden), projection=True)

@@ -1,0 +1,110 @@
+"""``Report``: how a run is going, for people (progress bar, loss curve) and for programs (``metrics.jsonl``)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Report:
+    """Writes ``metrics.jsonl`` and ``loss.png`` into ``folder`` and shows progress: a bar on a terminal, else plain lines.
+
+    Made on every rank, it does something only where ``active``. Records of steps after ``first_step``, from a run that got
+    further before it stopped, are dropped.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int, steps: int, active: bool) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._active = active
+        self._records: list[dict[str, Any]] = []
+        self._progress: Progress | None = None
+        if not active:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / "metrics.jsonl"
+        if first_step > 0 and metrics.exists():
+            before = map(json.loads, metrics.read_text().splitlines())
+            self._records = [record for record in before if record["step"] <= first_step]
+        self._file = metrics.open("w")
+        self._file.writelines(json.dumps(record) + "\n" for record in self._records)
+        console = Console()
+        if console.is_terminal:
+            columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[metrics]}"))
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=console)
+            self._task = self._progress.add_task("training", total=steps, completed=first_step, metrics="")
+
+    def __enter__(self) -> Report:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._active:
+            return
+        if self._progress is not None:
+            self._progress.stop()
+        self._file.close()
+        self._draw()
+
+    def advance(self, step: int) -> None:
+        """Say that ``step`` is done."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def training(self, step: int, *, loss: float, lr: float, grad_norm: float, tokens_per_second: float) -> None:
+        """Record the mean training loss since the last record, and how training goes."""
+        if not self._active:
+            return
+        self._record(step=step, loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=round(tokens_per_second))
+        shown = f"loss {loss:.3f}  lr {lr:.1e}  grad norm {grad_norm:.2f}  {tokens_per_second:,.0f} tokens/s"
+        if self._progress is not None:
+            self._progress.update(self._task, metrics=shown)
+        else:
+            print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {shown}", flush=True)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Record the loss on held-out text."""
+        if self._active:
+            self._record(step=step, held_out_loss=loss)
+            self.say(f"step {step}: held-out loss {loss:.3f} nats per byte")
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self._progress is not None:
+            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif self._active:
+            print(line, flush=True)
+
+    def _record(self, **values: Any) -> None:
+        # JSON has no infinity: the norm of a gradient that overflowed becomes null.
+        record = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def _draw(self) -> None:
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            self.say("No loss curve was drawn: that needs matplotlib (pip install matplotlib).")
+            return
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        for name, label, style in (("loss", "training", "-"), ("held_out_loss", "held out", "o-")):
+            points = [(record["step"], record[name]) for record in self._records if record.get(name) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=label)
+        axes.set(xlabel="step", ylabel="loss (nats per byte)")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend()
+        figure.savefig(self._folder / "loss.png", dpi=120)

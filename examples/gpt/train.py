@@ -1,0 +1,202 @@
+#!/usr/bin/env python3
+"""Train a GPT on real text, sharded by ZeRO: ``python train.py``, or ``torchrun --nproc_per_node=N train.py``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import bmtrain as bmt
+import torch
+from evaluation import Evaluation
+from generation import generate, printable
+from meter import Meter
+from models import GPT
+from options import CHECKPOINTS, DTYPES, Options, differences
+from report import Report
+from text import VOCABULARY, Text, read_text
+from windows import Shard, Windows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the command line asks."""
+    options = Options.parse(arguments)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, device=options.device)
+    try:
+        train(options)
+    finally:
+        bmt.shutdown()
+
+
+def train(options: Options) -> None:
+    """Train, evaluate, save and sample. Collective."""
+    text = read_text(options.data, options.max_bytes)
+    windows = Windows(text.training_bytes(), options.seq_len)
+    check_batch(options)
+    shard = Shard(
+        len(windows), batch_size=options.batch_size, seed=options.seed, rank=bmt.rank(), world_size=bmt.world_size()
+    )
+    evaluate = Evaluation(Windows(text.held_out_bytes(), options.seq_len), options.eval_windows)
+
+    model = build_model(options)
+    loss_func = bmt.loss.FusedCrossEntropy()
+    optimizer = bmt.optim.create(options.optimizer, model.parameters(), lr=options.lr)
+    # The schedule counts the step under way, from 1: at 0 the learning rate is 0.
+    lr_scheduler = bmt.lr_scheduler.Cosine(
+        optimizer, start_lr=options.lr, warmup_iter=options.warmup, end_iter=options.steps + 1, num_iter=1
+    )
+    optim_manager = bmt.optim.OptimManager(loss_scale=2.0**15 if options.dtype == "fp16" else None)
+    optim_manager.add_optimizer(optimizer, lr_scheduler)
+
+    # All that a run must have in common with the one that it goes on from.
+    identity = {**options.fixed(), "text": common_fingerprint(text)}
+    done, first_loss = 0, None
+    if options.resume is not None:
+        done, first_loss = resume(options, model, optim_manager, identity)
+
+    def save(step: int) -> Any:
+        extra = {"identity": identity, "first_loss": first_loss}
+        return bmt.save_checkpoint(options.out / CHECKPOINTS, model, optim_manager, step=step, extra=extra)
+
+    with Report(options.out, first_step=done, steps=options.steps, active=bmt.rank() == 0) as report:
+        report.say(
+            f"{count_parameters(model):,} parameters, {windows.length * len(windows):,} bytes to train on from"
+            f" {len(text.training)} documents, {len(text.held_out)} documents held out"
+        )
+        if first_loss is None:
+            first_loss = evaluate(model)
+            report.held_out(0, first_loss)
+        else:
+            report.say(f"going on after step {done}, from {options.resume}")
+
+        meter = Meter()
+        for step in range(done + 1, options.steps + 1):
+            inputs, targets = windows.take(shard.indices(step - 1))
+            optim_manager.zero_grad()
+            loss = accumulate_gradients(model, loss_func, optim_manager, inputs, targets, options.accumulate)
+            grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
+            lr = lr_scheduler.current_lr
+            optim_manager.step()
+
+            meter.add(loss, inputs.numel())
+            report.advance(step)
+            if step % options.log_every == 0:
+                mean_loss, speed = meter.read()
+                report.training(step, loss=mean_loss, lr=lr, grad_norm=grad_norm.item(), tokens_per_second=speed)
+            if step == options.steps:
+                break
+            with meter.paused():
+                if step % options.eval_every == 0:
+                    report.held_out(step, evaluate(model))
+                if step % options.checkpoint_every == 0:
+                    save(step)
+
+        last_loss = evaluate(model)
+        report.held_out(options.steps, last_loss)
+        checkpoint = save(options.steps)
+        bmt.save(model, options.out / "model.pt")
+        if options.sample_bytes > 0:
+            write_sample(options, model, report)
+    bmt.print_rank(
+        f"trained {options.steps} steps: held-out loss {first_loss:.3f} -> {last_loss:.3f}, checkpoint {checkpoint}"
+    )
+
+
+def build_model(options: Options) -> GPT:
+    """Return the model with its first weights."""
+    model = GPT(
+        num_layers=options.layers,
+        vocab_size=VOCABULARY,
+        dim_model=options.dim,
+        dim_head=options.dim // options.heads,
+        num_heads=options.heads,
+        dim_ff=4 * options.dim,
+        max_distance=options.seq_len,
+        bias=True,
+        dtype=DTYPES[options.dtype],
+        use_checkpoint=options.checkpoint,
+    )
+    bmt.init_parameters(model)
+    if options.init is not None:
+        bmt.load(model, options.init)
+    return model
+
+
+def accumulate_gradients(
+    model: torch.nn.Module,
+    loss_func: torch.nn.Module,
+    optim_manager: Any,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    num_micro_batches: int,
+) -> torch.Tensor:
+    """Run forward and backward over the rank's part of the batch, in micro-batches, and return its mean loss."""
+    device = next(model.parameters()).device
+    total = torch.zeros((), device=device)
+    micro_batches = zip(inputs.chunk(num_micro_batches), targets.chunk(num_micro_batches), strict=True)
+    for number, (x, y) in enumerate(micro_batches, start=1):
+        positions = torch.arange(x.shape[1], device=device).expand_as(x)
+        # Gradients travel once, with the last micro-batch.
+        with contextlib.nullcontext() if number == num_micro_batches else bmt.no_sync(model):
+            logits = model(x.to(device), positions)
+            loss = loss_func(logits.flatten(0, 1), y.to(device).flatten()) / num_micro_batches
+            optim_manager.backward(loss)
+        total += loss.detach()
+    return total
+
+
+def resume(
+    options: Options, model: torch.nn.Module, optim_manager: Any, identity: dict[str, Any]
+) -> tuple[int, float]:
+    """Load the checkpoint; return the number of steps that it has behind it and the held-out loss before the first."""
+    restored = bmt.load_checkpoint(options.resume, model, optim_manager)
+    changed = differences(restored["extra"]["identity"], identity)
+    if changed:
+        raise ValueError(
+            f"{options.resume} is of another run: {'; '.join(changed)}. Give the options and the data of that run,"
+            " or begin anew from its weights with --init."
+        )
+    return restored["step"], restored["extra"]["first_loss"]
+
+
+def check_batch(options: Options) -> None:
+    """Raise a ``ValueError`` unless every micro-batch of every rank has as many sequences as any other."""
+    parts = bmt.world_size() * options.accumulate
+    if options.batch_size % parts != 0:
+        raise ValueError(
+            f"--batch-size {options.batch_size} is not a multiple of {bmt.world_size()} ranks x --accumulate {options.accumulate}."
+            f" Try {max(1, options.batch_size // parts) * parts}."
+        )
+
+
+def common_fingerprint(text: Text) -> int:
+    """Return the fingerprint of ``text``; ranks that read different ones raise a ``ValueError``. Collective."""
+    fingerprints = bmt.gather_result(torch.tensor([text.fingerprint])).tolist()
+    if len(set(fingerprints)) > 1:
+        others = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+        raise ValueError(
+            f"Ranks {others} read another text than rank 0. Give all of them the same files, with --data: hosts with different"
+            " versions of Python have different standard libraries."
+        )
+    return text.fingerprint
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Return the number of elements of all parameters, whole."""
+    return sum(parameter.full_shape.numel() for parameter in model.parameters())
+
+
+def write_sample(options: Options, model: torch.nn.Module, report: Report) -> None:
+    """Let the model continue the prompt; show the text and keep it in ``sample.txt``. Collective."""
+    prompt = options.prompt.encode()
+    sample = printable(
+        generate(model, prompt, length=options.sample_bytes, context=options.seq_len, seed=options.seed)
+    )
+    report.say(f"\nThe model continues {options.prompt!r}:\n\n{sample}\n")
+    if bmt.rank() == 0:
+        (options.out / "sample.txt").write_text(sample, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""How many collectives a block costs, counted by the recording backend of a third party."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import bmt_recording
+import pytest
+import torch
+from torch import nn
+
+from bmt_core.testing import run_ranks
+from bmt_zero import Block, no_sync
+
+# level, recompute -> what one step of one block issues
+PER_STEP = [
+    (3, True, {"all_gather": 2, "reduce_scatter": 1}),
+    (3, False, {"all_gather": 2, "reduce_scatter": 1}),
+    (2, True, {"all_gather": 1, "reduce_scatter": 1}),
+    (2, False, {"all_gather": 1, "reduce_scatter": 1}),
+    (1, True, {"all_gather": 1, "reduce_scatter": 1}),
+    (0, True, {"all_reduce": 1}),
+    (0, False, {"all_reduce": 1}),
+]
+
+
+def step(block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1, held: bool = True) -> None:
+    optimizer.zero_grad()
+    x = torch.ones(2, 8)
+    for _ in range(micro_batches - 1):
+        if held:
+            with no_sync(block):
+                block(x).sum().backward()
+        else:
+            block(x).sum().backward()
+    block(x).sum().backward()
+    optimizer.step()
+
+
+def counted(level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool) -> list[Counter[str]]:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(blocks)])
+    for block in model:
+        Block(block, zero_level=level, use_checkpoint=use_checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters())
+    counts = []
+    for _ in range(3):
+        bmt_recording.clear()
+        step(model, optimizer, micro_batches, held)
+        counts.append(Counter(call.op for call in bmt_recording.calls))
+    return counts
+
+
+@pytest.mark.parametrize(("level", "use_checkpoint", "expected"), PER_STEP)
+def test_a_block_issues_exactly_what_its_level_promises(
+    level: int, use_checkpoint: bool, expected: dict[str, int]
+) -> None:
+    for counts in run_ranks(counted, 2, level, use_checkpoint, 3, 1, True, init={"comm_backend": "recording"}):
+        assert counts == [Counter({op: 3 * number for op, number in expected.items()})] * 3
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        (0, {"all_reduce": 1}),
+        (1, {"all_gather": 1, "reduce_scatter": 1}),
+        (2, {"all_gather": 4, "reduce_scatter": 4}),
+        (3, {"all_gather": 8, "reduce_scatter": 4}),
+    ],
+)
+def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only(level: int, expected: dict[str, int]) -> None:
+    for counts in run_ranks(counted, 2, level, True, 1, 4, True, init={"comm_backend": "recording"}):
+        assert counts == [Counter(expected)] * 3
+
+
+def evaluated(level: int) -> list[str]:
+    block = Block(nn.Linear(8, 8), zero_level=level)
+    bmt_recording.clear()
+    with torch.no_grad():
+        block(torch.ones(2, 8))
+        block(torch.ones(2, 8))
+    return [call.op for call in bmt_recording.calls]
+
+
+@pytest.mark.parametrize(("level", "gathers"), [(0, 0), (1, 1), (2, 2), (3, 2)])
+def test_evaluation_gathers_once_per_call_and_once_for_good_at_level_1(level: int, gathers: int) -> None:
+    for calls in run_ranks(evaluated, 2, level, init={"comm_backend": "recording"}):
+        assert calls == ["all_gather"] * gathers
+
+
+def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
+    block = Block(nn.Linear(256, 256, bias=False, dtype=dtype), zero_level=3)
+    bmt_recording.clear()
+    block(torch.ones(2, 256, dtype=dtype)).sum().backward()
+    return {call.op: call.bytes for call in bmt_recording.calls}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathers_and_reductions_carry_the_parameters_dtype(dtype: torch.dtype) -> None:
+    for seen in run_ranks(bytes_on_the_wire, 2, dtype, init={"comm_backend": "recording"}):
+        assert seen == {"all_gather": 65536 * dtype.itemsize, "reduce_scatter": 65536 * dtype.itemsize}

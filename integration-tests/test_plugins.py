@@ -1,0 +1,365 @@
+"""Third-party packages, installed from ``plugins/``, in runs of two ranks; and plugins that are not as they should be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import bmt_recording
+import pytest
+import torch
+from bmt_lion import Lion
+from torch import nn
+
+import bmtrain as bmt
+from bmt_core.comm import Group
+from bmt_core.errors import BmtError, ConfigError, PluginError
+from bmt_core.testing import Outcome, rank_pool, run_ranks
+
+TIME_LIMIT = 60.0
+STEPS = 5
+SAMPLES = 4
+BLOCKS = 3
+
+OTHER_RECORDING = """
+from bmt_core.comm import TorchBackend
+from bmt_core.hookspecs import hookimpl
+class Other(TorchBackend):
+    name = "recording"
+@hookimpl
+def bmt_comm_backends():
+    return [Other]
+"""
+OTHER_LION = """
+import torch
+from bmt_core.hookspecs import hookimpl
+class Other(torch.optim.SGD):
+    name = "lion"
+@hookimpl
+def bmt_optimizers():
+    return [Other]
+"""
+
+
+# --- installed and listed ---
+
+
+@pytest.mark.parametrize("name", ["bmt-lion", "bmt-recording"])
+def test_package_is_installed_with_its_entry_point(name: str) -> None:
+    (entry,) = entry_points(group="bmt", name=name)
+    assert entry.dist is not None
+    assert (entry.dist.name, entry.dist.version) == (name, "1.0.0")
+
+
+def test_bmt_plugins_lists_them_with_what_they_offer() -> None:
+    command = [sys.executable, "-m", "bmt_core.cli", "plugins"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {row.split("│")[1].strip(): row for row in result.stdout.splitlines() if row.count("│") > 2}
+    assert "1.0.0" in rows["bmt-lion"] and "optimizer: lion" in rows["bmt-lion"]
+    assert "1.0.0" in rows["bmt-recording"] and "comm backend: recording" in rows["bmt-recording"]
+
+
+def test_their_sources_import_nothing_private() -> None:
+    for path in (Path(__file__).parent / "plugins").glob("*/src/**/*.py"):
+        for line in path.read_text().splitlines():
+            if line.startswith(("from bmt", "import bmt")):
+                assert "._" not in line and "import _" not in line, f"{path.name}: {line}"
+
+
+# --- Lion ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_lion_follows_its_formula(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(size, generator=generator).to(dtype) for size in (7, 1, 0, 33)]
+    weights = [nn.Parameter(param.clone()) for param in params]
+    optimizer = Lion(weights, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)
+    moments = [torch.zeros_like(param) for param in params]
+    for _ in range(4):
+        grads = [torch.randn(param.shape, generator=generator).to(dtype) for param in params]
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad.clone()
+        optimizer.step()
+        for index, (param, grad, moment) in enumerate(zip(params, grads, moments, strict=True)):
+            direction = torch.sign(0.8 * moment.double() + 0.2 * grad.double())
+            params[index] = (param.double() - 0.01 * (direction + 0.1 * param.double())).to(dtype)
+            moments[index] = (0.95 * moment.double() + 0.05 * grad.double()).to(dtype)
+    # Each of 4 steps rounds the parameter twice more than the formula above.
+    tolerance = 8 * torch.finfo(dtype).eps
+    for weight, param in zip(weights, params, strict=True):
+        torch.testing.assert_close(weight.data, param, rtol=tolerance, atol=tolerance)
+
+
+def test_lion_leaves_parameters_without_gradient_alone_and_resumes() -> None:
+    used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = Lion([used, unused], lr=0.1)
+    used.grad = torch.ones(3)
+    assert optimizer.step(lambda: 2.5) == 2.5
+    assert torch.equal(unused.data, torch.ones(3))
+    other = nn.Parameter(used.detach().clone())
+    resumed = Lion([other, nn.Parameter(torch.ones(3))], lr=0.7)
+    resumed.load_state_dict(optimizer.state_dict())
+    for parameter, its_optimizer in ((used, optimizer), (other, resumed)):
+        parameter.grad = torch.tensor([-0.05, 0.3, 1.0])
+        its_optimizer.step()
+    assert torch.equal(used.data, other.data)
+
+
+@pytest.mark.parametrize("setting", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])
+def test_lion_refuses_settings_that_cannot_work(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        Lion([nn.Parameter(torch.ones(1))], **setting)
+
+
+# --- the recording backend ---
+
+
+class LeavesNothingOut:
+    """A group whose methods return what they were called with, to see what a wrapper passes on."""
+
+    ranks = (4, 7)
+    rank = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: (name, arguments)
+
+
+def test_recording_passes_every_operation_on_and_records_it() -> None:
+    group = bmt_recording.RecordingGroup(LeavesNothingOut())  # type: ignore[arg-type]
+    whole, part = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "all_gather": (whole, part),
+        "reduce_scatter": (part, whole, "avg"),
+        "all_reduce": (whole, "max"),
+        "broadcast": (whole, 1),
+        "send": (whole, 0),
+        "recv": (whole, 0),
+    }
+    assert set(arguments) == Group.__abstractmethods__, "an operation of Group is missing in this test"
+    bmt_recording.clear()
+    for op, values in arguments.items():
+        assert getattr(group, op)(*values) == (op, values)
+    assert bmt_recording.calls == [bmt_recording.Call(op, (4, 7), torch.bfloat16, 6, 12) for op in arguments]
+    bmt_recording.clear()
+    assert bmt_recording.calls == []
+    assert (group.ranks, group.rank, group.size) == ((4, 7), 1, 2)
+
+
+def recorded_inner(inner: str) -> str:
+    os.environ["BMT_RECORDING_INNER"] = inner
+    bmt.init_distributed(comm_backend="recording", device="cpu")
+    return type(bmt.config.comm.inner).__name__
+
+
+def test_recording_wraps_the_backend_that_is_named() -> None:
+    assert run_ranks(recorded_inner, 2, "torch", init=None) == ["TorchGroup"] * 2
+
+
+@pytest.mark.parametrize(
+    ("inner", "error", "text"),
+    [("torhc", PluginError, "Did you mean 'torch'?"), ("recording", ConfigError, "would wrap itself")],
+)
+def test_recording_refuses_an_inner_backend_that_cannot_be(inner: str, error: type[BmtError], text: str) -> None:
+    outcomes = rank_pool(2).outcomes(recorded_inner, inner, init=None, timeout=TIME_LIMIT)
+    assert [outcome.error_type for outcome in outcomes] == [error.__name__] * 2
+    assert all(text in outcome.error_message for outcome in outcomes)
+
+
+# --- training with both ---
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 5)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5)) for _ in range(BLOCKS)])
+        self.head = nn.Linear(5, 13, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def make_model() -> Model:
+    torch.manual_seed(7)
+    return Model()
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(13, (SAMPLES, 7), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train_sharded() -> tuple[dict[str, torch.Tensor], list[bmt_recording.Call]]:
+    model = bmt.BMTrainModelWrapper(make_model())
+    optimizer = bmt.optim.create("lion", model.parameters(), lr=0.01, weight_decay=0.1)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    share = SAMPLES // bmt.world_size()
+    bmt_recording.clear()
+    for step in range(STEPS):
+        manager.zero_grad()
+        manager.backward(loss_of(model, batch(step)[bmt.rank() * share :][:share]))
+        manager.step()
+    calls = list(bmt_recording.calls)
+    return {name: value.clone() for name, value in model.state_dict().items()}, calls
+
+
+def train_plainly() -> dict[str, torch.Tensor]:
+    model = make_model()
+    optimizer = Lion(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(step)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_training_with_both_chosen_by_name_equals_plain_torch() -> None:
+    results = run_ranks(train_sharded, 2, init={"comm_backend": "recording"})
+    expected = train_plainly()
+    for state, calls in results:
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, msg=lambda text, name=name: f"{name}: {text}")
+        gathers = [call for call in calls if call.op == "all_gather"]
+        reductions = [call for call in calls if call.op == "reduce_scatter"]
+        assert len(gathers) >= BLOCKS * STEPS
+        assert len(reductions) >= BLOCKS * STEPS
+        assert all(call.ranks == (0, 1) and call.bytes == call.numel * call.dtype.itemsize for call in calls)
+    issued = [[call[:4] for call in calls] for _, calls in results]
+    assert issued[0] == issued[1], "both ranks must issue the same collectives in the same order"
+
+
+# --- errors: one clear message on every rank, and nobody hangs ---
+
+
+def start(
+    settings: dict[str, Any], environments: list[dict[str, str]], paths: list[str | None], optimizer: str | None = None
+) -> None:
+    """Start with another environment and other installed packages on each rank."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(environments[rank])
+    before, path = list(sys.path), paths[rank]
+    sys.path[:] = [*([] if path is None else [path]), *before]
+    try:
+        bmt.init_distributed(device="cpu", timeout=30, **settings)
+        if optimizer is not None:
+            bmt.optim.create(optimizer, [nn.Parameter(torch.ones(1))])
+    finally:
+        sys.path[:] = before
+
+
+def outcomes_of_start(
+    *,
+    environments: list[dict[str, str]] | None = None,
+    paths: list[str | None] | None = None,
+    optimizer: str | None = None,
+    **settings: Any,
+) -> list[Outcome]:
+    """Every rank must fail by itself, within the limit."""
+    arguments = (settings, environments or [{}, {}], paths or [None, None], optimizer)
+    outcomes = rank_pool(2).outcomes(start, *arguments, init=None, timeout=TIME_LIMIT)
+    assert all(outcome.failed for outcome in outcomes)
+    assert not {"Hung", "Died"} & {outcome.error_type for outcome in outcomes}, outcomes
+    return outcomes
+
+
+def assert_same(outcomes: list[Outcome], error: type[BmtError], *texts: str) -> None:
+    """Check class and text on every rank; another rank's error may be announced as such."""
+    for outcome in outcomes:
+        assert outcome.error_type == error.__name__, outcome.traceback
+        for text in texts:
+            assert text in outcome.error_message
+    core = {outcome.error_message.split("failed to start: ")[-1] for outcome in outcomes}
+    assert len(core) == 1, core
+
+
+@pytest.fixture
+def distribution(tmp_path: Path) -> Any:
+    """Return a function that makes an installed distribution outside of ``sys.path`` and returns where."""
+
+    def make(name: str, code: str, version: str = "1.0") -> str:
+        # Packages of several tests are imported by the same worker processes.
+        module = f"{name}_{tmp_path.name}".replace("-", "_")
+        (tmp_path / f"{module}.py").write_text(code)
+        metadata = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (metadata / "entry_points.txt").write_text(f"[bmt]\n{name} = {module}\n")
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(("rank_without", "word"), [(0, "extra"), (1, "missing")])
+def test_ranks_with_different_plugins_all_raise_one_message(rank_without: int, word: str) -> None:
+    environments: list[dict[str, str]] = [{}, {}]
+    environments[rank_without] = {"BMT_DISABLE_PLUGINS": "bmt-lion"}
+    outcomes = outcomes_of_start(environments=environments)
+    assert_same(outcomes, PluginError, f"Rank 1 has other plugins than rank 0: bmt-lion is {word}")
+    assert outcomes[0].error_message == outcomes[1].error_message
+
+
+def test_other_version_on_one_rank_is_named(distribution: Any) -> None:
+    # Found before the installed 1.0.0 of the same name.
+    newer = distribution("bmt-lion", OTHER_LION, version="1.1.0")
+    outcomes = outcomes_of_start(paths=[None, newer])
+    assert_same(outcomes, PluginError, "bmt-lion is version 1.1.0 instead of version 1.0.0")
+
+
+def test_plugin_that_breaks_one_rank_only_stops_every_rank(distribution: Any) -> None:
+    broken = distribution("bmt-broken", "import no_such_module_of_bmt")
+    outcomes = outcomes_of_start(paths=[None, broken])
+    assert_same(outcomes, PluginError, "'bmt-broken' (bmt-broken 1.0)", "No module named 'no_such_module_of_bmt'")
+    assert "Rank 1" in outcomes[0].error_message
+
+
+def test_doubled_backend_is_one_error_on_every_rank(distribution: Any) -> None:
+    path = distribution("other-recording", OTHER_RECORDING)
+    outcomes = outcomes_of_start(paths=[path, path], comm_backend="recording")
+    assert_same(outcomes, PluginError, "'recording' is offered twice", "bmt-recording", "other-recording 1.0")
+    assert "BMT_DISABLE_PLUGINS=bmt-recording or BMT_DISABLE_PLUGINS=other-recording" in outcomes[0].error_message
+
+
+def test_doubled_optimizer_is_one_error_on_every_rank(distribution: Any) -> None:
+    path = distribution("other-lion", OTHER_LION)
+    outcomes = outcomes_of_start(paths=[path, path], optimizer="lion")
+    assert_same(outcomes, PluginError, "'lion' is offered twice", "bmt-lion 1.0.0", "other-lion 1.0")
+
+
+def test_unknown_backend_gets_the_nearest_name_on_every_rank() -> None:
+    outcomes = outcomes_of_start(comm_backend="recoding")
+    assert_same(outcomes, PluginError, "'recoding'. Did you mean 'recording'? Known: recording, torch.")
+
+
+def test_unknown_optimizer_gets_the_nearest_name_on_every_rank() -> None:
+    outcomes = outcomes_of_start(optimizer="loin")
+    assert_same(outcomes, PluginError, "No optimizer is named 'loin'. Did you mean 'lion'?", "adam")
+
+
+def test_unknown_disabled_plugin_is_an_error_on_every_rank() -> None:
+    outcomes = outcomes_of_start(environments=[{"BMT_DISABLE_PLUGINS": "bmt-loin"}] * 2)
+    assert_same(outcomes, PluginError, "'bmt-loin'. Did you mean 'bmt-lion'?")
+
+
+@pytest.mark.parametrize(
+    ("setting", "axis", "package"), [("tp_size", "tp", "bmt-tp"), ("pipe_size", "pp", "bmt-pipeline")]
+)
+def test_axis_of_a_missing_package_names_the_package_on_every_rank(setting: str, axis: str, package: str) -> None:
+    disabled = {"BMT_DISABLE_PLUGINS": package} if entry_points(group="bmt", name=package) else {}
+    outcomes = outcomes_of_start(environments=[disabled] * 2, **{setting: 2})
+    assert_same(outcomes, ConfigError, f"{setting}=2 needs the axis '{axis}'", f"pip install {package}")

@@ -1,0 +1,94 @@
+"""The core of bmt: ranks and their grid, communication, plugins, sharded parameters, checkpoints."""
+
+from bmt_core.block import BlockUse, Scheduled
+from bmt_core.checkpoint import (
+    CheckpointFormat,
+    TorchFormat,
+    load,
+    load_checkpoint,
+    save,
+    save_checkpoint,
+    wait_for_saves,
+)
+from bmt_core.comm import CommBackend, CommContext, Group, ReduceOp, Work
+from bmt_core.config import Launch, MeshAxis, RunSettings
+from bmt_core.errors import (
+    BmtError,
+    CheckpointError,
+    ConfigError,
+    NotInitializedError,
+    PluginError,
+    RemoteError,
+)
+from bmt_core.hookspecs import hookimpl
+from bmt_core.module import DistributedModule
+from bmt_core.ops import KernelProvider, Kernels
+from bmt_core.param_init import ParameterInitializer, grouped_parameters, init_parameters
+from bmt_core.parameter import DistributedParameter
+from bmt_core.plugins import Registry
+from bmt_core.printing import print_block, print_dict, print_rank, see_memory
+from bmt_core.results import gather_result, sum_loss, wait_loader
+from bmt_core.runtime import (
+    Runtime,
+    config,
+    current,
+    init_distributed,
+    is_initialized,
+    rank,
+    shutdown,
+    synchronize,
+    world_size,
+)
+from bmt_core.topology import Topology
+
+__all__ = [
+    "BlockUse",
+    "BmtError",
+    "CheckpointError",
+    "CheckpointFormat",
+    "CommBackend",
+    "CommContext",
+    "ConfigError",
+    "DistributedModule",
+    "DistributedParameter",
+    "Group",
+    "KernelProvider",
+    "Kernels",
+    "Launch",
+    "MeshAxis",
+    "NotInitializedError",
+    "ParameterInitializer",
+    "PluginError",
+    "ReduceOp",
+    "Registry",
+    "RemoteError",
+    "RunSettings",
+    "Runtime",
+    "Scheduled",
+    "Topology",
+    "TorchFormat",
+    "Work",
+    "config",
+    "current",
+    "gather_result",
+    "grouped_parameters",
+    "hookimpl",
+    "init_distributed",
+    "init_parameters",
+    "is_initialized",
+    "load",
+    "load_checkpoint",
+    "print_block",
+    "print_dict",
+    "print_rank",
+    "rank",
+    "save",
+    "save_checkpoint",
+    "see_memory",
+    "shutdown",
+    "sum_loss",
+    "synchronize",
+    "wait_for_saves",
+    "wait_loader",
+    "world_size",
+]

@@ -1,0 +1,21 @@
+"""Checkpoints: a whole model in one file, written atomically and read at any number of ranks; and whole training runs."""
+
+from bmt_core.checkpoint.background import wait_for_saves
+from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry
+from bmt_core.checkpoint.loading import load
+from bmt_core.checkpoint.saving import save
+from bmt_core.checkpoint.torch_format import TorchFormat
+from bmt_core.checkpoint.training import load_checkpoint, save_checkpoint
+
+__all__ = [
+    "CheckpointFormat",
+    "CheckpointReader",
+    "Index",
+    "TensorEntry",
+    "TorchFormat",
+    "load",
+    "load_checkpoint",
+    "save",
+    "save_checkpoint",
+    "wait_for_saves",
+]

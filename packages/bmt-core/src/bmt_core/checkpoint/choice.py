@@ -1,0 +1,67 @@
+"""Which format a checkpoint file has: by name, by object, or by the file's suffix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bmt_core.checkpoint.format import CheckpointFormat
+from bmt_core.checkpoint.torch_format import TorchFormat
+from bmt_core.errors import CheckpointError, PluginError
+from bmt_core.plugins import Registry
+from bmt_core.runtime import current, is_initialized
+
+FormatChoice = str | CheckpointFormat | type[CheckpointFormat] | None
+
+# Suffixes that promise a format which must not be written as something else by accident.
+_PROMISING = (".safetensors", ".gguf", ".json", ".npz", ".h5", ".onnx")
+
+
+def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
+    """Return the format that ``choice`` names or is; None: that of the suffix of ``path``, else the torch format.
+
+    Raises :class:`CheckpointError` for directories and for a suffix that belongs to a format that nobody provides, and
+    :class:`PluginError` for an unknown name.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a directory. Name a file, such as {path / 'model.pt'}.")
+    if isinstance(choice, CheckpointFormat):
+        return choice
+    if isinstance(choice, type):
+        return choice()
+    registry = current().registry if is_initialized() else Registry.load()
+    if choice is not None:
+        return _made(registry.find("checkpoint format", choice))
+    by_suffix = _by_suffix(registry)
+    fitting = [suffix for suffix in by_suffix if path.name.endswith(suffix)]
+    if fitting:
+        return by_suffix[max(fitting, key=len)]
+    if path.suffix in _PROMISING:
+        known = ", ".join(f"{form.name} ({suffix})" for suffix, form in by_suffix.items())
+        raise CheckpointError(
+            f"No installed package reads or writes {path.suffix} files, as {path} would have to be. Known: {known}."
+            " Choose another suffix, or install a package that announces the format by the hook bmt_checkpoint_formats."
+        )
+    return TorchFormat()
+
+
+def _by_suffix(registry: Registry) -> dict[str, CheckpointFormat]:
+    found: dict[str, CheckpointFormat] = {}
+    for kind in registry.checkpoint_formats.values():
+        form = _made(kind)
+        for suffix in form.suffixes:
+            other = found.setdefault(suffix, form)
+            if other is not form:
+                raise PluginError(
+                    f"Files ending in {suffix} are claimed by the checkpoint formats {other.name!r} and {form.name!r}."
+                    " Choose one by name: format=…"
+                )
+    return found
+
+
+def _made(kind: type) -> CheckpointFormat:
+    if not issubclass(kind, CheckpointFormat):
+        raise PluginError(
+            f"{kind.__qualname__} is announced as a checkpoint format but is no subclass of CheckpointFormat."
+        )
+    made: CheckpointFormat = kind()
+    return made

@@ -1,0 +1,142 @@
+"""What a load will do, compared in full before it does anything."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmt_core.checkpoint.format import ForeignEntry, Index, TensorEntry
+from bmt_core.checkpoint.model_state import named_targets, whole_shape
+from bmt_core.errors import CheckpointError
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """Put ``value`` into ``target``, or with ``target`` None give it to ``module`` as its extra state.
+
+    ``value`` is the file's :class:`TensorEntry`, or a tensor that a module's own hook brought in.
+    """
+
+    module: nn.Module
+    target: torch.Tensor | None
+    value: Any
+
+
+@dataclass
+class LoadPlan:
+    """The steps of a load, in the same order on every rank, and the names that found no partner."""
+
+    steps: list[Step] = field(default_factory=list)
+    extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def plan_load(model: nn.Module, index: Index, *, source: str, strict: bool) -> LoadPlan:
+    """Compare ``model`` with what ``index`` says is in the file; raise one :class:`CheckpointError` with all that does not fit."""
+    values, complaints = _renamed_by_hooks(model, index, strict)
+    plan = LoadPlan()
+    expected: set[str] = set()
+    done: set[tuple[int, str]] = set()
+    for name, module, target in named_targets(model):
+        expected.add(name)
+        if name not in values:
+            plan.missing.append(name)
+            continue
+        value = values[name]
+        if target is None and not isinstance(value, (TensorEntry, torch.Tensor)):
+            plan.extra_states.append((module, value))
+            continue
+        complaint = None if target is None else _compare(name, value, target)
+        if complaint is not None:
+            complaints.append(complaint)
+            continue
+        # A tied parameter whose names are tied in the file too is sent once.
+        once = (id(target), value.source if isinstance(value, TensorEntry) else name)
+        if target is None or once not in done:
+            plan.steps.append(Step(module, target, value))
+            done.add(once)
+    plan.unexpected = [name for name in values if name not in expected]
+    if strict:
+        complaints = [*_key_complaints(plan, values), *complaints]
+    if complaints:
+        raise CheckpointError(_message(type(model).__name__, source, complaints, plan, strict))
+    return plan
+
+
+def _renamed_by_hooks(model: nn.Module, index: Index, strict: bool) -> tuple[dict[str, Any], list[str]]:
+    """Run the models' ``load_state_dict`` pre-hooks, which rename or add keys, on stand-ins for the file's tensors."""
+    stand_ins: OrderedDict[str, Any] = OrderedDict()
+    origins: dict[int, TensorEntry] = {}
+    for name, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            stand_ins[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            origins[id(stand_ins[name])] = entry
+        else:
+            stand_ins[name] = entry
+    kept = list(stand_ins.values())  # so that no id is used twice
+    complaints: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for hook in list(module._load_state_dict_pre_hooks.values()):
+            metadata = index.metadata.get(path, {})
+            hook(stand_ins, f"{path}." if path else "", metadata, strict, [], [], complaints)
+    values = {name: origins.get(id(value), value) for name, value in stand_ins.items()}
+    del kept
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            complaints.append(f"{name}: a load_state_dict pre-hook computes with values, which it can only rename here")
+    return values, complaints
+
+
+def _compare(name: str, value: Any, target: torch.Tensor) -> str | None:
+    if not isinstance(value, (TensorEntry, torch.Tensor)):
+        found = value.type_name if isinstance(value, ForeignEntry) else type(value).__name__
+        return f"{name}: the file has a {found}, the model a tensor"
+    shape = whole_shape(target)
+    if value.shape != shape:
+        return f"{name}: the file has shape {tuple(value.shape)}, the model {tuple(shape)}"
+    if not _converts(value.dtype, target.dtype):
+        return f"{name}: the file has {value.dtype}, which {target.dtype} of the model cannot hold"
+    if target.is_meta:
+        return f"{name}: the model's tensor is on the meta device, so there is no memory to load into"
+    return None
+
+
+def _converts(source: torch.dtype, target: torch.dtype) -> bool:
+    # Between integers and booleans torch's rule is stricter than old files need (masks were once uint8).
+    counts = not any(dtype.is_floating_point or dtype.is_complex for dtype in (source, target))
+    return counts or torch.can_cast(source, target)
+
+
+def _key_complaints(plan: LoadPlan, values: Mapping[str, Any]) -> list[str]:
+    complaints = []
+    if plan.missing:
+        complaints.append(f"only the model has: {_listed(plan.missing)}")
+    if plan.unexpected:
+        complaints.append(f"only the file has: {_listed(plan.unexpected)}")
+    foreign = [name for name in plan.unexpected if isinstance(values[name], ForeignEntry)]
+    nested = [name for name in foreign if values[name].type_name in ("dict", "OrderedDict")]
+    if nested:
+        complaints.append(f"{_listed(nested)} in the file is a dict of its own: if it is the state dict, save it alone")
+    return complaints
+
+
+def _message(model: str, source: str, complaints: Sequence[str], plan: LoadPlan, strict: bool) -> str:
+    shown = [*complaints[:_SHOWN], *([f"and {len(complaints) - _SHOWN} more"] if len(complaints) > _SHOWN else [])]
+    remedy = "Load a checkpoint of this model"
+    if strict and (plan.missing or plan.unexpected):
+        remedy += ", or pass strict=False to load the keys that both have"
+    lines = "\n".join(f"  {complaint}" for complaint in shown)
+    return f"{source} does not fit {model}; nothing was loaded.\n{lines}\n{remedy}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

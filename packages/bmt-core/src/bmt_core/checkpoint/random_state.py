@@ -1,0 +1,101 @@
+"""The states of every random generator that a training program draws from."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bmt_core.runtime import current, is_initialized
+
+
+class _Generator(NamedTuple):
+    """How to read a generator's state, as tensors and plain values, to write it back, and to start it anew from a seed."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's generators by kind: ``torch``, ``cuda`` (the run's device), ``python``, ``numpy``."""
+    return {kind: generator.get() for kind, generator in _generators().items()}
+
+
+def restore_random_states(saved: Sequence[dict[str, Any]], rank: int, world_size: int) -> list[str]:
+    """Restore what every rank of the saved run had, in a run of ``world_size`` ranks; return the kinds that started
+    anew.
+
+    With the same number of ranks each gets its own back. Otherwise a kind whose state was the same on all ranks (the
+    shared stream that bmt draws from) is restored on all; one that differed is seeded on each rank, from rank 0's
+    state and the rank.
+    """
+    anew = []
+    for kind, generator in _generators().items():
+        states = [states.get(kind) for states in saved]
+        if any(state is None for state in states):
+            continue
+        digests = [_digest(state) for state in states]
+        if len(saved) == world_size:
+            generator.set(states[rank])
+        elif len(set(digests)) == 1:
+            generator.set(states[0])
+        else:
+            generator.seed(int(_hash(f"{digests[0]} {rank}")[:8], 16))
+            anew.append(kind)
+    return anew
+
+
+def _generators() -> dict[str, _Generator]:
+    found = {
+        "torch": _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
+        "python": _Generator(_get_python, _set_python, random.seed),
+    }
+    if is_initialized() and current().device.type == "cuda":
+        index = current().device.index
+        cuda = torch.cuda.default_generators[index]
+        found["cuda"] = _Generator(cuda.get_state, cuda.set_state, cuda.manual_seed)
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        return found
+    found["numpy"] = _Generator(_get_numpy, _set_numpy, numpy.random.seed)
+    return found
+
+
+def _get_python() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+
+
+def _set_python(state: dict[str, Any]) -> None:
+    random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+
+
+def _get_numpy() -> dict[str, Any]:
+    import numpy
+
+    state: Any = numpy.random.get_state()
+    name, words, position, has_gauss, gauss = state
+    words = torch.from_numpy(words.astype("int64"))
+    return {"name": name, "words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
+
+
+def _set_numpy(state: dict[str, Any]) -> None:
+    import numpy
+
+    words = state["words"].numpy().astype("uint32")
+    numpy.random.set_state((state["name"], words, state["position"], state["has_gauss"], state["gauss"]))
+
+
+def _digest(state: Any) -> str:
+    if isinstance(state, torch.Tensor):
+        return _hash(str(state.tolist()))
+    return _hash(str({key: _digest(part) if isinstance(part, torch.Tensor) else part for key, part in state.items()}))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,81 @@
+"""The torch format: a state dict of whole tensors, as ``torch.save(model.state_dict())`` of the plain model would write it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bmt_core.checkpoint.format import (
+    EXTRA_STATE,
+    CheckpointFormat,
+    CheckpointReader,
+    ForeignEntry,
+    Index,
+    TensorEntry,
+)
+from bmt_core.checkpoint.torch_file import read_torch_file, write_torch_file
+from bmt_core.errors import CheckpointError
+
+
+class TorchFormat(CheckpointFormat):
+    """Files for ``torch.load(weights_only=True)``; writing needs the whole model once in rank 0's host memory."""
+
+    name = "torch"
+    suffixes = (".pt", ".pth", ".bin", ".ckpt")
+
+    def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See :meth:`CheckpointFormat.write`."""
+        by_name = dict(tensors)
+        state: OrderedDict[str, Any] = OrderedDict()
+        for name, entry in index.entries.items():
+            state[name] = by_name[entry.source] if isinstance(entry, TensorEntry) else entry
+        state._metadata = OrderedDict(index.metadata)  # type: ignore[attr-defined]
+        write_torch_file(path, state)
+
+    def open(self, path: Path) -> CheckpointReader:
+        """See :meth:`CheckpointFormat.open`."""
+        return _TorchReader(path)
+
+
+class _TorchReader(CheckpointReader):
+    def __init__(self, path: Path) -> None:
+        state = read_torch_file(path)
+        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+            raise CheckpointError(
+                f"{path} holds a {type(state).__name__}, not a state dict (tensors by name)."
+                " Save model.state_dict(), or use bmt's save()."
+            )
+        self._tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self.index = Index(entries=_entries(path, state), metadata=dict(getattr(state, "_metadata", None) or {}))
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name].contiguous()
+
+    def close(self) -> None:
+        self._tensors = {}
+
+
+def _entries(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    first_names: dict[Any, str] = {}
+    entries: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            is_extra = name.endswith(EXTRA_STATE)
+            entries[name] = value if is_extra else ForeignEntry(type_name=type(value).__name__)
+            continue
+        if value.layout != torch.strided:
+            raise CheckpointError(
+                f"{path}: {name} is a sparse tensor, which cannot be distributed. Save it with .to_dense()."
+            )
+        source = first_names.setdefault(memory_of(value), name) if value.numel() else name
+        entries[name] = TensorEntry(shape=value.shape, dtype=value.dtype, source=source)
+    return entries
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two tensors that show the same elements of the same memory have in common."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

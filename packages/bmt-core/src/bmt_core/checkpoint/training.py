@@ -1,0 +1,199 @@
+"""``save_checkpoint`` and ``load_checkpoint``: all that a training program needs to go on as if it had never stopped.
+
+A checkpoint is a directory ``step-N`` with ``model.pt`` (see :func:`save`) and ``training.pt``, beside a file
+``latest`` that names the newest one. It is written under another name and renamed when it is complete, so that what
+``latest`` names is always whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bmt_core.checkpoint.atomic import previous_of, publish_directory, replacing
+from bmt_core.checkpoint.background import wait_for_saves
+from bmt_core.checkpoint.loading import load
+from bmt_core.checkpoint.model_state import world_group
+from bmt_core.checkpoint.random_state import random_states, restore_random_states
+from bmt_core.checkpoint.saving import save
+from bmt_core.checkpoint.torch_file import packed, read_torch_file, unpacked, write_torch_file
+from bmt_core.comm.api import Group
+from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.errors import CheckpointError
+
+_MODEL = "model.pt"
+_TRAINING = "training.pt"
+_LATEST = "latest"
+# How the optimizer's state is kept: not at all, whole in training.pt, or each rank's own in a file of its own.
+_NONE, _LOGICAL, _PER_RANK = "none", "logical", "per rank"
+
+
+def save_checkpoint(
+    dir: str | os.PathLike[str], model: nn.Module, manager: Any = None, *, step: int = 0, extra: Any = None
+) -> Path:
+    """Write everything for going on bit for bit to ``dir/step-<step>`` and return that path. Collective.
+
+    That is: the model; the optimizers, loss scale and schedulers of ``manager``; the state of every rank's random
+    generators (torch, its CUDA device, ``random``, numpy); ``step``; and ``extra``, of tensors and plain values,
+    which is rank 0's: the position in the data, say. ``manager`` is any object with ``state_dict()`` and
+    ``load_state_dict()``. If it has ``logical_state()`` and ``load_logical_state()`` as ``OptimManager`` has, its
+    state is stored whole and loads at any number of ranks; otherwise each rank writes its own, to a directory that
+    all ranks must see.
+
+    Whenever the program dies, the checkpoint that ``dir/latest`` names is whole.
+    """
+    wait_for_saves()
+    group = world_group()
+    final = Path(dir) / f"step-{step}"
+    temporary = final.with_name(f"{final.name}.tmp")
+    with together(group, f"saving {final}"):
+        if group.rank == 0:
+            _make_empty(temporary)
+    save(model, temporary / _MODEL)
+    kind = _kind_of(manager)
+    state = manager.logical_state(list(model.named_parameters())) if kind == _LOGICAL else None
+    states = all_gather_object(random_states(), group)
+    with together(group, f"saving {final}"):
+        if kind == _PER_RANK:
+            _write(temporary / _rank_file(group.rank), manager.state_dict())
+        if group.rank == 0:
+            training = {"step": step, "extra": extra, "world_size": group.size, "random": states}
+            _write(temporary / _TRAINING, {**training, "optimizer": kind, "optimizer_state": state})
+    with together(group, f"saving {final}"):
+        if group.rank == 0:
+            _publish(temporary, final)
+    return final
+
+
+def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any = None) -> dict[str, Any]:
+    """Restore what :func:`save_checkpoint` wrote and return ``{"step": …, "extra": …}``. Collective.
+
+    ``dir`` is the directory given to :func:`save_checkpoint`, of which the latest checkpoint is taken, or one
+    ``step-N`` in it. With ``manager`` None the optimizer's state is left aside. The number of ranks may be another
+    one than at saving, if the optimizer's state is stored whole; random generators whose states differed between
+    ranks then start anew from a seed made of rank 0's state and the rank, and a line says so.
+
+    Raises :class:`CheckpointError` on every rank; as long as it is about the files, the model, or how they fit each
+    other, nothing has been changed.
+    """
+    wait_for_saves()
+    group = world_group()
+    training: dict[str, Any] | None = None
+    folder = Path(dir)
+    with together(group, f"loading {folder}"):
+        if group.rank == 0:
+            folder = _find(folder)
+            training = _read_training(folder)
+    packed_head = packed({name: training[name] for name in _HEAD}) if training is not None else None
+    packed_head, folder = broadcast_object((packed_head, folder), group)
+    head = unpacked(packed_head)
+    with together(group, f"loading {folder}"):
+        own_state = _own_state(folder, head, manager, group)
+    load(model, folder / _MODEL)
+    if manager is not None and head["optimizer"] == _LOGICAL:
+        state = training["optimizer_state"] if training is not None else None
+        manager.load_logical_state(list(model.named_parameters()), state)
+    elif manager is not None:
+        with together(group, f"loading {folder}"):
+            manager.load_state_dict(own_state)
+    _restore_random(head["random"], folder, group)
+    return {"step": head["step"], "extra": head["extra"]}
+
+
+_HEAD = ("step", "extra", "world_size", "random", "optimizer")
+
+
+def _kind_of(manager: Any) -> str:
+    if manager is None:
+        return _NONE
+    logical = all(callable(getattr(manager, name, None)) for name in ("logical_state", "load_logical_state"))
+    return _LOGICAL if logical else _PER_RANK
+
+
+def _make_empty(folder: Path) -> None:
+    try:
+        if folder.exists():  # left by a program that died
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"Cannot make the directory {folder}: {error.strerror}.") from error
+
+
+def _write(path: Path, value: Any) -> None:
+    with replacing(path) as temporary:
+        write_torch_file(temporary, value)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    try:
+        publish_directory(temporary, final)
+    except OSError as error:
+        raise CheckpointError(f"Cannot rename {temporary} to {final}: {error.strerror}.") from error
+    with replacing(final.parent / _LATEST) as latest:
+        latest.write_text(f"{final.name}\n")
+
+
+def _find(folder: Path) -> Path:
+    latest = folder / _LATEST
+    if not latest.is_file():
+        named = folder
+    else:
+        named = folder / latest.read_text().strip()
+    # A directory being replaced when the program died: see publish_directory.
+    for candidate in (named, previous_of(named)):
+        if (candidate / _TRAINING).is_file():
+            return candidate
+    raise CheckpointError(
+        f"There is no checkpoint in {folder}: neither a file 'latest' beside a directory that it names, nor a file {_TRAINING}."
+        " Name the directory that was given to save_checkpoint(), or one step-N in it."
+    )
+
+
+def _read_training(folder: Path) -> dict[str, Any]:
+    training = read_torch_file(folder / _TRAINING)
+    if not isinstance(training, dict) or not {*_HEAD, "optimizer_state"} <= training.keys():
+        raise CheckpointError(f"{folder / _TRAINING} was not written by save_checkpoint().")
+    return training
+
+
+def _own_state(folder: Path, head: dict[str, Any], manager: Any, group: Group) -> Any:
+    """Check that ``manager`` can take what was saved; return this rank's own state where each rank wrote one."""
+    saved = head["optimizer"]
+    if manager is None:
+        return None
+    if saved == _NONE:
+        raise CheckpointError(
+            f"{folder} was saved without a manager, so the optimizer's state is not in it. Pass manager=None to load the rest."
+        )
+    if saved == _LOGICAL:
+        if _kind_of(manager) != _LOGICAL:
+            raise CheckpointError(
+                f"{folder} holds the whole optimizer state, and {type(manager).__name__} has no load_logical_state()."
+                " Use the manager it was saved with (OptimManager), or manager=None."
+            )
+        return None
+    if head["world_size"] != group.size:
+        raise CheckpointError(
+            f"{folder} holds the optimizer state of each of {head['world_size']} ranks, and this run has {group.size}."
+            f" Start {head['world_size']} ranks, or save with a manager that has logical_state(), as OptimManager has."
+        )
+    return read_torch_file(folder / _rank_file(group.rank))
+
+
+def _rank_file(rank: int) -> str:
+    return f"optimizer-rank-{rank}.pt"
+
+
+def _restore_random(saved: Sequence[dict[str, Any]], folder: Path, group: Group) -> None:
+    anew = restore_random_states(saved, group.rank, group.size)
+    if anew and group.rank == 0:
+        print(
+            f"bmt: {folder} was saved by {len(saved)} rank(s) and is loaded by {group.size}: the random generators that differed"
+            f" between ranks ({', '.join(anew)}) start anew, seeded from rank 0's state and the rank.",
+            flush=True,
+        )

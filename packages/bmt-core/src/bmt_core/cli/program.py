@@ -1,0 +1,66 @@
+"""The program itself: core's commands, those that plugins bring, and how errors leave it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import click
+
+from bmt_core.cli.bench import bench
+from bmt_core.cli.doctor import doctor
+from bmt_core.cli.plugin_list import plugins
+from bmt_core.errors import BmtError
+from bmt_core.plugins import Registry
+from bmt_core.plugins.discovery import unknown_name
+
+COMMANDS: list[click.Command] = [bench, doctor, plugins]
+
+
+class Program(click.Group):
+    """A group whose further commands come from plugins. Core's own need none, so that a broken plugin can be looked into."""
+
+    @cached_property
+    def _registry(self) -> Registry:
+        return Registry.load_what_works()
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands that work."""
+        return sorted({*self.commands, *self._registry.working("command")})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return core's command or a plugin's."""
+        return self.commands.get(cmd_name) or self._registry.working("command").get(cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say which one may be meant."""
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            raise click.UsageError(unknown_name("command", name, self.list_commands(ctx)) + self._hint(), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """End the help with a hint when plugins do not work."""
+        if hint := self._hint().strip():
+            formatter.write_paragraph()
+            formatter.write_text(hint)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; bmt's own errors are messages for people and end with status 1."""
+        try:
+            return super().invoke(ctx)
+        except BmtError as error:
+            raise click.ClickException(str(error)) from error
+
+    def _hint(self) -> str:
+        return " Some plugins do not work: see bmt doctor." if self._registry.examine() else ""
+
+
+main = Program(
+    name="bmt",
+    help="Look at an installation of bmt, and measure it. Packages add commands.",
+    commands={command.name: command for command in COMMANDS if command.name is not None},
+)
+click.version_option(package_name="bmt-core", prog_name="bmt")(main)

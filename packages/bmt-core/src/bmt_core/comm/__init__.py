@@ -1,0 +1,20 @@
+"""Communication: what a backend must provide, the default one, differentiable collectives and Python objects."""
+
+from bmt_core.comm.api import CommBackend, CommContext, Finished, Group, ReduceOp, Work
+from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.comm.torch_backend import SingleGroup, TorchBackend, TorchGroup
+
+__all__ = [
+    "CommBackend",
+    "CommContext",
+    "Finished",
+    "Group",
+    "ReduceOp",
+    "SingleGroup",
+    "TorchBackend",
+    "TorchGroup",
+    "Work",
+    "all_gather_object",
+    "broadcast_object",
+    "together",
+]

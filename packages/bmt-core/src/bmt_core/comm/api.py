@@ -1,0 +1,112 @@
+"""What a communication backend must provide: :class:`CommBackend` makes :class:`Group`\\ s, groups move tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
+REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Order what follows after the collective: the current stream on CUDA, the calling thread on CPU."""
+
+
+class Finished:
+    """The :class:`Work` of something that is done already."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Group(ABC):
+    """An ordered set of ranks that communicate; this process is ``ranks[rank]``.
+
+    Every operation is collective over the group, must be called in the same order by all its ranks, takes contiguous
+    tensors on the run's device (or on the CPU), writes into the given output and returns a :class:`Work`. The caller
+    keeps the tensors alive until it has waited.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
+
+    @abstractmethod
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Fill 1-D ``output`` (size * n elements) with the 1-D ``input`` (n) of every rank, in rank order.
+
+        ``input`` may be the own slice of ``output``.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce 1-D ``input`` (size * n) over the ranks and leave slice ``rank`` in 1-D ``output`` (n).
+
+        When ``output`` is float32 and ``input`` a half type, the wire carries the half type and the sum is formed in
+        float32, in rank order.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Reduce ``tensor`` over the ranks, in place, same result on every rank."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """Copy ``tensor`` of ``ranks[root]`` to every rank, in place."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        """Send ``tensor`` to ``ranks[dst]``, which receives it in the same order."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        """Receive into ``tensor`` from ``ranks[src]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommContext:
+    """What a backend is given at start. ``store`` is None when the run has one rank; ``timeout`` is in seconds."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    store: Store | None
+    timeout: float
+
+
+class CommBackend(ABC):
+    """Makes groups. A subclass has a unique ``name`` and is announced by the hook ``bmt_comm_backends``."""
+
+    name: ClassVar[str]
+
+    def __init__(self, context: CommContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        """Make the groups of ``partition`` (disjoint, covering every rank) and return this rank's own.
+
+        Collective over the world: every rank calls with the same partition in the same order.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. No call is made afterwards."""

@@ -1,0 +1,103 @@
+"""Differentiable collectives over a :class:`Group`.
+
+[Note: what is differentiated] Every rank has a loss of its own, and a backward pass is the derivative of *that
+rank's* loss by its own input, as in BMTrain: the gradient that arrives at a collective is not mixed with the other
+ranks', except where the input of one rank is all that the others have (``broadcast``, ``reduce_scatter``). The engine
+sums parameters' gradients over ranks once, at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from bmt_core.comm.api import Group, ReduceOp
+
+
+class AllGather(torch.autograd.Function):
+    """x -> (size, *x.shape). Backward: the own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.rank = group.rank
+        return gather_stacked(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0][ctx.rank], None
+
+
+class AllReduce(torch.autograd.Function):
+    """Backward: sum the identity, avg /W, max and min where input equals output, prod the gradient times the other factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tensor:
+        ctx.op, ctx.size = op, group.size
+        if op == "prod":
+            # The product of the *other* ranks' factors is the derivative, and is right where a factor is zero.
+            factors = gather_stacked(x, group)
+            others = torch.cat([factors[: group.rank], factors[group.rank + 1 :]])
+            ctx.save_for_backward(others.prod(0, dtype=x.dtype))
+            return factors.prod(0, dtype=x.dtype)
+        output = x.clone(memory_format=torch.contiguous_format)
+        group.all_reduce(output, op).wait()
+        if op in ("max", "min"):
+            ctx.save_for_backward(x != output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if ctx.op == "avg":
+            grad = grad / ctx.size
+        elif ctx.op == "prod":
+            grad = grad * ctx.saved_tensors[0].conj()
+        elif ctx.op != "sum":
+            grad = grad.masked_fill(ctx.saved_tensors[0], 0)
+        return grad, None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """(W * n, …) -> (n, …). Backward of sum: all_gather; of avg: all_gather / W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tensor:
+        ctx.op, ctx.group = op, group
+        output = torch.empty((x.shape[0] // group.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        group.reduce_scatter(output.view(-1), x.contiguous().view(-1), op).wait()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.op not in ("sum", "avg"):
+            raise NotImplementedError(f"reduce_scatter with op={ctx.op!r} has no derivative here; use sum or avg.")
+        grad = gather_stacked(grads[0], ctx.group).flatten(0, 1)
+        return (grad / ctx.group.size if ctx.op == "avg" else grad), None, None
+
+
+class Broadcast(torch.autograd.Function):
+    """The root's tensor everywhere. Backward: the sum of all gradients on the root, zero on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: int, group: Group) -> torch.Tensor:
+        ctx.root, ctx.group = root, group
+        output = x.clone(memory_format=torch.contiguous_format)
+        group.broadcast(output, root).wait()
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.group.all_reduce(total).wait()
+        return (total if ctx.group.rank == ctx.root else torch.zeros_like(total)), None, None
+
+
+def gather_stacked(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return every rank's ``x``, stacked along a new dim 0; no part of the autograd graph. Collective."""
+    output = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
+    group.all_gather(output.view(-1), x.detach().contiguous().view(-1)).wait()
+    return output

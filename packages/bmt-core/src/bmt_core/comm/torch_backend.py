@@ -1,0 +1,184 @@
+"""The default communication backend: process groups of ``torch.distributed`` (gloo for CPU tensors, NCCL for CUDA)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bmt_core.comm.api import CommBackend, CommContext, Finished, Group, ReduceOp, Work
+from bmt_core.errors import ConfigError
+
+# torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+class TorchGroup(Group):
+    """A group over one ``torch.distributed`` process group."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self.process_group = process_group
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """See :meth:`Group.all_gather`; moves bytes, so every dtype travels."""
+        work: Work = _all_gather_single(_bytes(output), _bytes(input), group=self.process_group, async_op=True)
+        return work
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Group.reduce_scatter`."""
+        if output.dtype == input.dtype:
+            reducing: Work = _reduce_scatter_single(
+                output, input, op=_REDUCE_OPS[op], group=self.process_group, async_op=True
+            )
+            return reducing
+        if op not in ("sum", "avg"):
+            raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
+        parts = torch.empty_like(input)
+        work = dist.all_to_all_single(_bytes(parts), _bytes(input), group=self.process_group, async_op=True)
+        return _SumOfParts(work, parts, output, self.size if op == "avg" else 1)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Group.all_reduce`."""
+        return dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """See :meth:`Group.broadcast`."""
+        return dist.broadcast(_bytes(tensor), src=self.ranks[root], group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        """See :meth:`Group.send`."""
+        return dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)  # type: ignore[return-value]
+
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        """See :meth:`Group.recv`."""
+        return dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)  # type: ignore[return-value]
+
+
+class SingleGroup(Group):
+    """The group of one rank: every collective is the identity and nothing leaves the process."""
+
+    def __init__(self, rank: int) -> None:
+        self.ranks = (rank,)
+        self.rank = 0
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        """Copy ``input`` to ``output`` unless they are one memory already."""
+        return _copied(output, input)
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Copy ``input`` to ``output``: one summand."""
+        return _copied(output, input)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Leave ``tensor`` as it is: one summand."""
+        return Finished()
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
+        """Leave ``tensor`` as it is: the root is this rank."""
+        return Finished()
+
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        """Refuse: there is nobody to send to."""
+        raise ConfigError("send needs a second rank, and this group has one. Start more ranks.")
+
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        """Refuse: there is nobody to receive from."""
+        raise ConfigError("recv needs a second rank, and this group has one. Start more ranks.")
+
+
+class TorchBackend(CommBackend):
+    """Groups over ``torch.distributed``; a run of one rank makes no process group and opens no port."""
+
+    name = "torch"
+
+    def __init__(self, context: CommContext) -> None:
+        super().__init__(context)
+        self._engines = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
+        self._timeout = timedelta(seconds=context.timeout)
+        if context.world_size == 1:
+            return
+        if dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is initialised already. Let init_distributed() do it: remove your init_process_group() call."
+            )
+        # Naming the device makes NCCL connect now, where a failure has a name, and not in the first collective.
+        device_id = context.device if context.device.type == "cuda" else None
+        dist.init_process_group(
+            self._engines,
+            store=context.store,
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=self._timeout,
+            device_id=device_id,
+        )
+
+    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        """Make the groups of ``partition``; the world's own group is the one that torch made at start."""
+        rank = self.context.rank
+        own = next(ranks for ranks in partition if rank in ranks)
+        if all(len(ranks) == 1 for ranks in partition):
+            return SingleGroup(rank)
+        mine: dist.ProcessGroup | None = None
+        for ranks in partition:
+            if len(ranks) == self.context.world_size:
+                made: Any = dist.group.WORLD
+            else:
+                made = dist.new_group(list(ranks), timeout=self._timeout, backend=self._engines)
+            if ranks == own:
+                mine = made
+        assert mine is not None
+        return TorchGroup(own, own.index(rank), mine)
+
+    def close(self) -> None:
+        """Destroy the process groups. No barrier: a rank that failed must be able to leave."""
+        if self.context.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _SumOfParts:
+    """Wait for the parts of all ranks, then add them in the output's dtype."""
+
+    def __init__(self, work: Any, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
+        self._work = work
+        self._parts = parts
+        self._output = output
+        self._divisor = divisor
+
+    def wait(self) -> None:
+        self._work.wait()
+        parts = self._parts.view(-1, self._output.numel())
+        torch.sum(parts, dim=0, dtype=self._output.dtype, out=self._output)
+        if self._divisor > 1:
+            self._output.div_(self._divisor)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # A complex or float8 tensor is unknown to the engines, bytes are not; a 0-dim tensor has no byte view.
+    return tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else _refuse_strided(tensor)
+
+
+def _refuse_strided(tensor: torch.Tensor) -> torch.Tensor:
+    raise ValueError(
+        f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)} and strides {tensor.stride()}."
+        " Call .contiguous() first."
+    )
+
+
+def _copied(output: torch.Tensor, input: torch.Tensor) -> Work:
+    if output.data_ptr() != input.data_ptr():
+        output.copy_(input)
+    return Finished()

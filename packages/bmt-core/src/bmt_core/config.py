@@ -1,0 +1,124 @@
+"""What a run was asked to be (:class:`RunSettings`) and where this process stands in it (:class:`Launch`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bmt_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from bmt_core.comm.api import CommBackend
+
+DEFAULT_COMM_BACKEND = "torch"
+DEFAULT_ZERO_LEVEL = 3
+ZERO_LEVELS = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The arguments of ``init_distributed``, checked.
+
+    ``pipe_size`` and ``tp_size`` are 1 where they were not asked for; ``timeout`` is in seconds.
+    """
+
+    seed: int = 0
+    pipe_size: int = 1
+    num_micro_batches: int | None = None
+    tp_size: int = 1
+    zero_level: int = DEFAULT_ZERO_LEVEL
+    comm_backend: str | type[CommBackend] = DEFAULT_COMM_BACKEND
+    device: str | torch.device | None = None
+    timeout: float = 1800.0
+    pin_cpu: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pipe_size", "tp_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.num_micro_batches is not None and self.num_micro_batches < 1:
+            raise ConfigError(f"num_micro_batches must be at least 1, not {self.num_micro_batches}.")
+        if self.timeout <= 0:
+            raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout}.")
+        check_zero_level(self.zero_level)
+
+
+def check_zero_level(level: int) -> int:
+    """Return ``level``, or raise :class:`ConfigError` when it is none of 0, 1, 2, 3.
+
+    >>> check_zero_level(3)
+    3
+    """
+    if isinstance(level, bool) or level not in ZERO_LEVELS:
+        raise ConfigError(f"zero_level must be one of {ZERO_LEVELS}, not {level!r}.")
+    return level
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Which of how many processes this one is, as the launcher (``torchrun``, say) told it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:
+        """Read ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE``; with neither of the first two set it is one rank.
+
+        Raises :class:`ConfigError` for half a set, for values that are no numbers, and for a rank outside the world.
+
+        >>> Launch.from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+        Launch(rank=1, world_size=4, local_rank=1, local_world_size=4)
+        """
+        environ = os.environ if environ is None else environ
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            return cls()
+        rank = _integer(environ, "RANK")
+        world_size = _integer(environ, "WORLD_SIZE")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"RANK={rank} is outside of WORLD_SIZE={world_size}. Check the launcher.")
+        local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", default=world_size)
+        local_rank = _integer(environ, "LOCAL_RANK", default=rank % max(local_world_size, 1))
+        return cls(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
+
+
+def check_rendezvous(environ: Mapping[str, str] | None = None) -> None:
+    """Raise :class:`ConfigError` unless the ``env://`` rendezvous has what it needs to find the other ranks."""
+    environ = os.environ if environ is None else environ
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} must be set when WORLD_SIZE is above 1. Start with torchrun, which sets them, or set them."
+        )
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """An axis that a package adds to the rank grid; axes lie from outermost to innermost by ``(order, name)``.
+
+    The built-in axis ``dp`` has order 50 and takes the ranks that the others leave.
+    """
+
+    name: str
+    size: int
+    order: int
+
+
+def _integer(environ: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is not None:
+            return default
+        raise ConfigError(
+            f"{name} is not set although the launcher set others. Start with torchrun, or unset RANK and WORLD_SIZE."
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} must be an integer, not {text!r}.") from None

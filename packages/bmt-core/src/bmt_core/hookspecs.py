@@ -1,0 +1,82 @@
+"""The hooks of bmt. A package implements those it needs in one module and names that module in its entry points::
+
+    [project.entry-points.bmt]
+    my-package = "my_package.plugin"
+
+All hooks but the last two are asked once, at start, and return classes with a unique ``name``; none runs inside a training
+step. ``docs/hooks.md`` has a section for each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import click
+    import torch
+
+    from bmt_core.checkpoint import CheckpointFormat
+    from bmt_core.comm.api import CommBackend
+    from bmt_core.config import MeshAxis, RunSettings
+    from bmt_core.ops.provider import KernelProvider
+    from bmt_core.runtime import Runtime
+
+PROJECT = "bmt"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
+    """Return the axes that this package adds to the grid of ranks for these settings.
+
+    They are sorted by (order, name), lowest order outermost. An axis that the settings ask for with size 1 may be left out.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_comm_backends() -> Sequence[type[CommBackend]]:
+    """Return communication backends, chosen by ``init_distributed(comm_backend="name")`` or ``BMT_COMM_BACKEND``."""
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
+    """Return providers of kernels, chosen by ``BMT_KERNELS``; one is active per device, the plain-torch reference otherwise."""
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
+    """Return optimizers, chosen by ``bmt.optim.create("name", params)``."""
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_checkpoint_formats() -> Sequence[type[CheckpointFormat]]:
+    """Return checkpoint formats, chosen by name or by the suffix of a file."""
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_cli_commands() -> Sequence[click.Command]:
+    """Return commands (objects, not classes) that the program ``bmt`` gets, under their own names."""
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_run_started(runtime: Runtime) -> None:
+    """Learn that ``init_distributed()`` is done on this rank. ``runtime`` is what ``bmt_core.runtime.current()`` returns."""
+    raise NotImplementedError
+
+
+@hookspec
+def bmt_run_stopping(runtime: Runtime) -> None:
+    """Learn that ``shutdown()`` begins; communication still works."""
+    raise NotImplementedError

@@ -1,0 +1,125 @@
+"""``DistributedModule``: a module whose distributed parameters read as whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from bmt_core.parameter import DistributedParameter
+from bmt_core.scope import forward_scope, gather_once
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class DistributedModule(nn.Module):
+    """``nn.Module`` with sharded parameters.
+
+    Reading an attribute that is a :class:`DistributedParameter` gives the whole tensor, gathered (collective; once
+    per call of the outermost module, however often it is read). Inside a Block it is what the Block put there.
+    ``parameters()`` gives the local parts; ``state_dict()`` whole tensors (collective), ``load_state_dict()`` takes
+    them. ``repr`` communicates nothing.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        parameters = self.__dict__.get("_parameters")
+        if parameters is not None:
+            found = parameters.get(name)
+            if isinstance(found, DistributedParameter) and not found._in_block:
+                return gather_once(found)
+        return super().__getattr__(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with forward_scope():
+            return super().__call__(*args, **kwargs)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, True)
+        for key in [prefix + name for name in (*self._parameters, *self._buffers)]:
+            value = destination.get(key)
+            if isinstance(value, torch.Tensor) and not keep_vars:
+                destination[key] = whole_value(value)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        parts = dict(state_dict)
+        for name, parameter in self._parameters.items():
+            replace_by_part(parts, prefix + name, parameter, error_msgs)
+        super()._load_from_state_dict(parts, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_extended(self, protocol)
+
+
+def whole_value(value: torch.Tensor) -> torch.Tensor:
+    """Return what a state dict holds for ``value``: a distributed parameter gathered (collective), others detached."""
+    if not isinstance(value, DistributedParameter):
+        return value.detach()
+    with torch.no_grad():
+        return value.gather()
+
+
+def replace_by_part(
+    state_dict: dict[str, Any], key: str, parameter: torch.Tensor | None, error_msgs: list[str]
+) -> None:
+    """Replace the whole tensor at ``key`` by the part that this rank's ``parameter`` keeps; report a wrong shape."""
+    value = state_dict.get(key)
+    if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, DistributedParameter) or hasattr(value, "_bmt_part"):  # a part already
+        return
+    if value.shape != parameter.full_shape:
+        error_msgs.append(
+            f"{key}: the checkpoint has shape {tuple(value.shape)}, the model {tuple(parameter.full_shape)}."
+        )
+        del state_dict[key]
+        return
+    part = parameter.local_part(value.detach())
+    part._bmt_part = True  # type: ignore[attr-defined]
+    state_dict[key] = part
+
+
+def extended_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that is ``base`` with ``mixin`` before it, always the same one; ``base`` itself when it has it already."""
+    if issubclass(base, mixin):
+        return base
+    if (mixin, base) not in _extended:
+        _extended[mixin, base] = _make_class(mixin, base)
+    return _extended[mixin, base]
+
+
+_extended: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _make_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    name = f"{mixin.__name__}[{base.__name__}]"
+    return type(
+        name, (mixin, base), {"__module__": base.__module__, "__qualname__": name, "_bmt_extends": (mixin, base)}
+    )
+
+
+def extend(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Give ``module`` itself the methods of ``mixin``: names, attributes, hooks and whoever holds it stay as they are."""
+    module.__class__ = extended_class(mixin, type(module))
+
+
+def reduce_extended(module: nn.Module, protocol: Any) -> Any:
+    """``__reduce_ex__`` of modules whose class was made by :func:`extended_class`, for copy and pickle."""
+    extends = type(module).__dict__.get("_bmt_extends")
+    if extends is None:
+        return object.__reduce_ex__(module, protocol)
+    return _new_extended, extends, module.__getstate__()  # type: ignore[no-untyped-call]
+
+
+def _new_extended(mixin: type[nn.Module], base: type[nn.Module]) -> nn.Module:
+    made: nn.Module = object.__new__(extended_class(mixin, base))
+    return made

@@ -1,0 +1,7 @@
+"""The operations that have compiled kernels, their plain-torch references, and the choice between the two."""
+
+from bmt_core.ops.host_flag import HostFlag
+from bmt_core.ops.provider import KernelProvider
+from bmt_core.ops.table import OPERATIONS, REFERENCE, Kernels, choose_kernels
+
+__all__ = ["OPERATIONS", "REFERENCE", "HostFlag", "KernelProvider", "Kernels", "choose_kernels"]

@@ -1,0 +1,68 @@
+"""Initialisation that does not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmt_core.comm.api import Group
+from bmt_core.parameter import DistributedParameter
+from bmt_core.runtime import current
+
+
+class ParameterInitializer:
+    """``func(tensor, *args, **kwargs)`` to be run later, with the tensor.
+
+    >>> init = ParameterInitializer(torch.nn.init.constant_, 2.0)
+    >>> init(torch.empty(2))
+    tensor([2., 2.])
+    """
+
+    def __init__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        """Run the function on ``tensor``, in place."""
+        return self.func(tensor, *self.args, **self.kwargs)
+
+
+def init_parameters(model: nn.Module) -> None:
+    """Give every distributed parameter with an ``init_method`` its initial value.
+
+    The values equal those of the same calls, in the order of ``model.parameters()``, on whole tensors in one process
+    with the same seed. Every rank draws all numbers and keeps its part: nothing is communicated, and one whole tensor
+    exists at a time. Tied parameters are initialised once. Parameters of a Block made with ``initialized=True`` keep
+    their values.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if isinstance(parameter, DistributedParameter) and not parameter._initialized:
+                _initialize(parameter)
+
+
+def grouped_parameters(model: nn.Module) -> Iterator[tuple[Group, list[nn.Parameter]]]:
+    """Yield ``(group, parameters)`` for every group over which parameters of ``model`` are sharded, each parameter once.
+
+    Parameters that are not distributed come with the group of all ranks.
+    """
+    grouped: dict[tuple[int, ...], tuple[Group, list[nn.Parameter]]] = {}
+    for parameter in model.parameters():
+        group = parameter.group if isinstance(parameter, DistributedParameter) else current().world
+        grouped.setdefault(group.ranks, (group, []))[1].append(parameter)
+    yield from grouped.values()
+
+
+def _initialize(parameter: DistributedParameter) -> None:
+    if parameter._init_method is None:
+        return
+    whole = torch.empty(parameter._tp_original_shape, dtype=parameter.dtype, device=parameter.device)
+    parameter._init_method(whole)
+    if whole.shape != parameter.full_shape:
+        split = parameter._tp_split_dim
+        whole = whole.chunk(current().topology.axis_size("tp"), dim=split)[current().topology.axis_rank("tp")]
+    parameter.copy_(parameter.local_part(whole))

@@ -1,0 +1,281 @@
+"""``DistributedParameter``: a parameter of which every rank keeps its part.
+
+[Note: aliasing] The registered parameter is the 1-D local part; the optimizer updates it in place. Inside a Block the
+parts of many parameters lie in one flat shard that is gathered as a whole, so a part must stay a view of it.
+``.data`` therefore hands out a tensor that shares the version counter (writes through it are seen, unlike with
+torch's own ``.data``), and assigning ``.data`` tells the owner.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+import torch.utils._foreach_utils as foreach_utils
+
+from bmt_core.comm.api import Group
+from bmt_core.comm.autograd import AllGather
+from bmt_core.errors import ConfigError
+from bmt_core.gradient import GradientSum, accumulates
+from bmt_core.runtime import current
+from bmt_core.shard import Shard, even_ranges
+
+InitMethod = Callable[[torch.Tensor], Any]
+_torch_data: Any = torch._C.TensorBase.__dict__["data"]
+
+
+class Owner(Protocol):
+    """Who keeps a parameter's part inside a larger storage."""
+
+    def data_replaced(self) -> None:
+        """A part was given other memory: take it over before the next use."""
+
+
+class DistributedParameter(torch.nn.Parameter):
+    """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
+
+    ``data`` is the whole tensor, or with ``tp_mode`` this rank's tensor-parallel slice of it, cut along
+    ``tp_split_dim`` (-1: replicated over tp). Every rank passes the same values (``init_distributed`` seeds alike)
+    and keeps its part; nothing is communicated. ``group`` is by default all ranks, or those that hold the same
+    tensor-parallel slice. ``init_method`` is called by :func:`init_parameters` with the whole tensor.
+
+    ``.grad`` is this rank's part of the gradient, *summed* over the group, in the parameter's dtype.
+    """
+
+    _shard: Shard
+    _init_method: InitMethod | None
+    _tp_mode: bool
+    _tp_split_dim: int
+    _in_block: bool
+    _owner: weakref.ref[Owner] | None
+
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        requires_grad: bool = True,
+        init_method: InitMethod | None = None,
+        group: Group | None = None,
+        tp_mode: bool = False,
+        tp_split_dim: int = -1,
+    ) -> DistributedParameter:
+        runtime = current()
+        _check(data)
+        shard = whole_tensor_shard(data.shape, group or _default_group(tp_mode, tp_split_dim))
+        with torch.no_grad():
+            part = shard.part(data.detach()).to(runtime.device, copy=True)
+        self = torch.Tensor._make_subclass(cls, part, requires_grad)
+        self._set_place(shard, init_method, tp_mode, tp_split_dim)
+        return self
+
+    @property
+    def group(self) -> Group:
+        """The ranks over which this parameter is sharded and its gradient is summed."""
+        return self._shard.group
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape of the tensor that is sharded over :attr:`group` (of the tensor-parallel slice, if there is one)."""
+        return self._shard.shape
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks of the world that hold the same elements as this rank does.
+
+        A global norm is the sum of ``|local|**p / replicas`` over all parameters and all ranks.
+        """
+        return self.group.size if self._shard.replicated else 1
+
+    def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
+        """Return the whole tensor, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
+
+        Backward: the gradient is summed over :attr:`group`, in float32 for half types, and this rank keeps its part.
+        Collective.
+        """
+        if self._sum is not None:
+            self._sum.forget_if_cleared()
+        gathered: torch.Tensor = _Gather.apply(self, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def gather_all(self) -> torch.Tensor:
+        """Return the whole tensor, over tensor-parallel ranks too. Collective."""
+        full = self.gather()
+        if not self._tp_mode or self._tp_split_dim < 0:
+            return full
+        slices: torch.Tensor = AllGather.apply(full, current().topology.group(("tp",)))  # type: ignore[no-untyped-call]
+        return torch.cat(slices.unbind(0), dim=self._tp_split_dim)
+
+    def tp_gather(self) -> torch.Tensor:
+        """BMTrain's other name of :meth:`gather_all`."""
+        return self.gather_all()
+
+    def gather_like(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole, of :attr:`full_shape`, of what lies like this parameter's part (optimizer state, say). Collective."""
+        return self._shard.assemble(part)
+
+    def local_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's 1-D part of a ``full`` tensor of :attr:`full_shape`. Nothing is communicated."""
+        if full.shape != self.full_shape:
+            raise ValueError(f"Expected a tensor of shape {tuple(self.full_shape)}, not {tuple(full.shape)}.")
+        return self._shard.part(full)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The local part; writes through it are seen: see [Note: aliasing]."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        before = self.data_ptr(), self.dtype, self.shape
+        _torch_data.__set__(self, value)
+        if before == (self.data_ptr(), self.dtype, self.shape):
+            return
+        owner = self._owner() if self._owner is not None else None
+        if owner is not None:
+            owner.data_replaced()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch annotates nothing
+        return (
+            f"DistributedParameter(shape={tuple(self.full_shape)}, dtype={self.dtype}, device={self.device},"
+            f" elements {self._shard.start}:{self._shard.end} on rank {self.group.rank} of {self.group.size})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
+        if id(self) not in memo:
+            copied = torch.Tensor._make_subclass(type(self), self.detach().clone(), self.requires_grad)
+            copied._set_place(self._shard, self._init_method, self._tp_mode, self._tp_split_dim)
+            if self.grad is not None:
+                copied.grad = self.grad.detach().clone()
+            memo[id(self)] = copied
+        found: DistributedParameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = (self._shard.shape, self._shard.ranges, self.group.ranks, self._shard.replicated)
+        tp = (self._tp_mode, self._tp_split_dim)
+        return _rebuild, (self.detach().clone(), self.requires_grad, place, self._init_method, *tp)
+
+    @property
+    def _original_shape(self) -> torch.Size:
+        return self._shard.shape
+
+    @property
+    def _tp_original_shape(self) -> torch.Size:
+        shape = list(self._shard.shape)
+        if self._tp_mode and self._tp_split_dim >= 0:
+            shape[self._tp_split_dim] *= current().topology.axis_size("tp")
+        return torch.Size(shape)
+
+    @property
+    def _start_partition(self) -> int:
+        return self._shard.start
+
+    @property
+    def _end_partition(self) -> int:
+        return self._shard.end
+
+    @property
+    def _zero_comm(self) -> Group:
+        return self._shard.group
+
+    @property
+    def local_axes(self) -> frozenset[str]:
+        """The axes of the rank grid along which this parameter is not sharded because ranks hold different slices."""
+        return frozenset({"tp"}) if self._tp_mode and self._tp_split_dim >= 0 else frozenset()
+
+    def _set_place(self, shard: Shard, init_method: InitMethod | None, tp_mode: bool, tp_split_dim: int) -> None:
+        self._shard = shard
+        self._init_method = init_method
+        self._tp_mode = tp_mode
+        self._tp_split_dim = tp_split_dim
+        self._in_block = False
+        self._owner = None
+        self._sum: GradientSum | None = None
+        self._initialized = False
+
+    def _gradient_sum(self) -> GradientSum:
+        if self._sum is None:
+            # A proxy: a parameter that held itself would be freed by the garbage collector only.
+            self._sum = GradientSum([weakref.proxy(self)], [self.numel()], [0])
+        return self._sum
+
+
+# torch's optimizers take their foreach and fused paths only for types that are listed here; DTensor enters in the
+# same way.
+for _types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types):
+    if DistributedParameter not in _types:
+        _types.append(DistributedParameter)  # type: ignore[arg-type]  # the list's type is inferred from its contents
+
+
+def whole_tensor_shard(shape: torch.Size, group: Group) -> Shard:
+    """Return the layout of a parameter that is sharded alone: equal consecutive parts."""
+    return Shard(shape, even_ranges(shape.numel(), group.size), group)
+
+
+def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Tensor) -> DistributedParameter:
+    """Turn ``parameter`` into a :class:`DistributedParameter` that keeps ``part``; the object stays the same one.
+
+    So modules, ties and optimizers that hold it already go on holding the right thing.
+    """
+    if not isinstance(parameter, DistributedParameter):
+        _check(parameter)
+        parameter.data = part
+        parameter.__class__ = DistributedParameter
+        made: Any = parameter
+        made._set_place(shard, None, False, -1)
+    else:
+        made = parameter
+        made._owner = None
+        made.data = part
+        made._shard = shard
+        made._sum = None
+    result: DistributedParameter = made
+    if result.grad is not None and result.grad.shape != part.shape:
+        result.grad = None
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, parameter: DistributedParameter) -> torch.Tensor:
+        ctx.parameter = parameter
+        return parameter._shard.assemble(part.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        parameter: DistributedParameter = ctx.parameter
+        reduced = parameter._shard.reduce(grads[0])
+        gradient = parameter._gradient_sum()
+        add = gradient.add if accumulates(parameter) else gradient.rounded
+        return add(reduced, [True])[0], None
+
+
+def _rebuild(
+    part: torch.Tensor,
+    requires_grad: bool,
+    place: tuple[torch.Size, tuple[tuple[int, int], ...], tuple[int, ...], bool],
+    init_method: InitMethod | None,
+    tp_mode: bool,
+    tp_split_dim: int,
+) -> DistributedParameter:
+    shape, ranges, ranks, replicated = place
+    shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)
+    parameter = torch.Tensor._make_subclass(DistributedParameter, part, requires_grad)
+    parameter._set_place(shard, init_method, tp_mode, tp_split_dim)
+    return parameter
+
+
+def _check(data: torch.Tensor) -> None:
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"A DistributedParameter is made of a tensor, not of {type(data).__name__}.")
+    if torch.nn.parameter.is_lazy(data):
+        raise ConfigError(
+            "Lazy modules have no shape yet. Run one forward pass in plain torch before you make them distributed."
+        )
+
+
+def _default_group(tp_mode: bool, tp_split_dim: int) -> Group:
+    local = ("tp",) if tp_mode and tp_split_dim >= 0 else ()
+    return current().topology.shard_group(local)

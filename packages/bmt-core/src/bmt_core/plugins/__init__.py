@@ -1,0 +1,7 @@
+"""Finding, checking and asking the installed plugins."""
+
+from bmt_core.plugins.comparison import compare_across_ranks
+from bmt_core.plugins.info import PluginInfo
+from bmt_core.plugins.registry import Registry
+
+__all__ = ["PluginInfo", "Registry", "compare_across_ranks"]

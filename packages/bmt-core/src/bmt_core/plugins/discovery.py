@@ -1,0 +1,80 @@
+"""Which plugins are installed: entry points of the group ``bmt``, sorted by name, less those that the user turned off."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+
+from bmt_core.errors import PluginError
+
+GROUP = "bmt"
+DISABLE_VARIABLE = "BMT_DISABLE_PLUGINS"
+CORE_PLUGIN = "bmt-core"
+
+
+def installed_entry_points() -> list[EntryPoint]:
+    """Return every plugin's entry point, sorted by (name, distribution).
+
+    ``importlib.metadata`` yields file-system order, which differs between machines; ranks must ask in one order.
+    """
+    found = list(entry_points(group=GROUP))
+    if all(entry.name != CORE_PLUGIN for entry in found):
+        # Without metadata (a source tree on PYTHONPATH, a frozen program) the core still brings its own plugin.
+        found.append(EntryPoint(CORE_PLUGIN, "bmt_core.builtin", GROUP))
+    return sorted(found, key=lambda entry: (entry.name, distribution_of(entry)))
+
+
+def choose(entries: Iterable[EntryPoint], disabled: Iterable[str]) -> tuple[list[EntryPoint], list[PluginError]]:
+    """Split ``entries`` into those to load and the reasons why others cannot be: doubled names, unknown disabled names."""
+    by_name: dict[str, list[EntryPoint]] = {}
+    for entry in entries:
+        by_name.setdefault(entry.name, []).append(entry)
+    disabled = set(disabled)
+    problems = [
+        PluginError(f"{DISABLE_VARIABLE} names a plugin that is not installed: {unknown_name('plugin', name, by_name)}")
+        for name in sorted(disabled - set(by_name))
+    ]
+    chosen = []
+    for name, candidates in by_name.items():
+        if name in disabled:
+            continue
+        if len(candidates) > 1:
+            owners = " and ".join(distribution_of(entry) or entry.value for entry in candidates)
+            problems.append(
+                PluginError(
+                    f"Two plugins are named {name!r}, of {owners}. Uninstall one of them, or turn off both: "
+                    f"{DISABLE_VARIABLE}={name}."
+                )
+            )
+        else:
+            chosen.append(candidates[0])
+    return chosen, problems
+
+
+def disabled_by_environment(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names in ``BMT_DISABLE_PLUGINS``, which are separated by commas.
+
+    >>> disabled_by_environment({"BMT_DISABLE_PLUGINS": "lion, recording,"})
+    ['lion', 'recording']
+    """
+    return [name.strip() for name in environment.get(DISABLE_VARIABLE, "").split(",") if name.strip()]
+
+
+def distribution_of(entry: EntryPoint) -> str:
+    """Return ``"name version"`` of the distribution that an entry point belongs to, or an empty text."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
+
+
+def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence for a name that nobody has.
+
+    >>> unknown_name("optimizer", "loin", ["adam", "lion"])
+    "No optimizer is named 'loin'. Did you mean 'lion'? Known: adam, lion."
+    """
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
+    article = f"No {noun} is named {name!r}."
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{article}{guess} Known: {', '.join(names) or 'none'}."

@@ -1,0 +1,66 @@
+"""What plugins can offer under a name: one :class:`Kind` per hook that returns classes or commands."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+
+from bmt_core.comm.api import CommBackend
+from bmt_core.config import MeshAxis
+from bmt_core.errors import PluginError
+from bmt_core.ops.provider import KernelProvider
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One sort of thing that plugins offer. ``base`` is what an offer must derive from, or be an instance of."""
+
+    name: str
+    hook: str
+    base: type
+    offers_instances: bool = False
+
+
+# A checkpoint format is checked by the checkpoint code, which lies above the registry; here any class will do.
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind(name="comm backend", hook="bmt_comm_backends", base=CommBackend),
+        Kind(name="kernel provider", hook="bmt_kernel_providers", base=KernelProvider),
+        Kind(name="optimizer", hook="bmt_optimizers", base=torch.optim.Optimizer),
+        Kind(name="checkpoint format", hook="bmt_checkpoint_formats", base=object),
+        Kind(name="command", hook="bmt_cli_commands", base=click.Command, offers_instances=True),
+    )
+}
+# Axes depend on the settings of a run, so they are asked for each run and are not found by name.
+AXIS = Kind(name="axis", hook="bmt_mesh_axes", base=MeshAxis, offers_instances=True)
+
+
+def check_offers(kind: Kind, offers: object, plugin: str) -> list[tuple[str, Any]]:
+    """Return ``offers``, what ``plugin`` answered to the hook, as (name, offer) pairs; PluginError if it is not what it must be."""
+    if not isinstance(offers, Sequence) or isinstance(offers, str):
+        raise PluginError(f"The {plugin} must return a list from {kind.hook}(), it returned {offers!r}.")
+    return [(_checked_name(kind, offer, plugin), offer) for offer in offers]
+
+
+def _checked_name(kind: Kind, offer: Any, plugin: str) -> str:
+    if kind.offers_instances:
+        fits, wanted = isinstance(offer, kind.base), f"{kind.base.__name__} objects"
+    else:
+        fits, wanted = isinstance(offer, type) and issubclass(offer, kind.base), f"subclasses of {kind.base.__name__}"
+    if not fits:
+        raise PluginError(f"The {plugin} must return {wanted} from {kind.hook}(), it returned {offer!r}.")
+    if inspect.isabstract(offer):
+        missing = ", ".join(sorted(offer.__abstractmethods__))
+        raise PluginError(
+            f"The {plugin} offers the {kind.name} {offer.__qualname__}, which does not implement: {missing}."
+        )
+    name = getattr(offer, "name", None)
+    if not isinstance(name, str) or not name:
+        raise PluginError(f"The {plugin} offers the {kind.name} {offer!r}, which needs an attribute 'name' (a text).")
+    return name

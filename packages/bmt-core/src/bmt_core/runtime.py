@@ -1,0 +1,346 @@
+"""The running bmt: ``init_distributed()`` makes one :class:`Runtime`, ``shutdown()`` ends it, ``current()`` returns it."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bmt_core.comm.api import CommBackend, CommContext, Group
+from bmt_core.config import DEFAULT_COMM_BACKEND, DEFAULT_ZERO_LEVEL, Launch, RunSettings, check_rendezvous
+from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.ops import Kernels, choose_kernels
+from bmt_core.plugins import Registry, compare_across_ranks
+from bmt_core.start import StartTogether
+from bmt_core.streams import Event, Stream, make_event, make_stream
+from bmt_core.topology import Topology, grid_sizes
+
+_current: Runtime | None = None
+_starts = 0
+# One store per process and address: a server that closed while another rank still talks to it would take that rank
+# down, so it lives as long as the process, and every start uses its own prefix in it.
+_stores: dict[tuple[str | None, ...], dist.Store] = {}
+
+
+class Runtime:
+    """Everything that a run has one of. Made by :func:`init_distributed`; read, not written."""
+
+    def __init__(
+        self,
+        *,
+        settings: RunSettings,
+        launch: Launch,
+        device: torch.device,
+        registry: Registry,
+        topology: Topology,
+        backend: CommBackend,
+        kernels: Kernels,
+    ) -> None:
+        self.settings = settings
+        self.launch = launch
+        self.device = device
+        self.registry = registry
+        self.topology = topology
+        self.backend = backend
+        self.kernels = kernels
+        self.world: Group = topology.group(topology.sizes)
+        self._streams: dict[str, Stream] = {}
+        self._load_event: Event | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self.launch.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.launch.world_size
+
+    def stream(self, name: str) -> Stream:
+        """The named stream, made when first asked for; on CPU a harmless stand-in."""
+        if name not in self._streams:
+            self._streams[name] = make_stream(self.device, current=name == "calc_stream")
+        return self._streams[name]
+
+    @property
+    def load_event(self) -> Event:
+        """The event that old scripts record after loading."""
+        if self._load_event is None:
+            self._load_event = make_event(self.device)
+        return self._load_event
+
+    def describe(self) -> str:
+        """One line: world, grid, device, backend, kernels, plugins."""
+        grid = " x ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
+        plugins = ", ".join(info.name for info in self.registry.describe())
+        return (
+            f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}) on {self.device.type},"
+            f" backend {self.backend.name}, kernels {self.kernels.provider_name}, plugins {plugins}"
+        )
+
+
+def init_distributed(
+    init_method: str = "env://",
+    seed: int = 0,
+    pipe_size: int = -1,
+    num_micro_batches: int | None = None,
+    tp_size: int = 1,
+    zero_level: int | None = None,
+    *,
+    comm_backend: str | type[CommBackend] | None = None,
+    device: str | torch.device | None = None,
+    timeout: float = 1800,
+    pin_cpu: bool = False,
+) -> None:
+    """Start bmt in this process; collective over all processes that the launcher started.
+
+    Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT``;
+    with none set it is a run of one rank. Every rank seeds torch, ``random`` and numpy (if it is imported or
+    importable) with ``seed``, so parameter initialisation draws the same numbers everywhere; dropout inside bmt's
+    modules draws from a stream of its own on each data-parallel rank (see :mod:`bmt_core.rng`).
+
+    ``pipe_size`` -1 means no pipeline. ``zero_level`` is the level of Blocks that do not say; None means 3.
+    ``comm_backend`` is a registered name, or a :class:`CommBackend` class; by default the environment's
+    ``BMT_COMM_BACKEND``, else ``"torch"``. ``device`` is by default the CUDA device of the local rank where there is
+    one, else the CPU. ``timeout`` (seconds) bounds every rendezvous and collective. ``pin_cpu`` binds the process to
+    its share of the host's cores; nothing else touches the process's CPU, cuDNN or thread settings.
+
+    Raises :class:`ConfigError` (bad settings, a world that the grid does not divide, started already) and
+    :class:`PluginError` (broken or doubled plugins, other plugins on other ranks), on every rank.
+    """
+    global _current, _starts
+    if _current is not None:
+        raise ConfigError("bmt is initialised already. Call shutdown() before another init_distributed().")
+    settings = RunSettings(
+        seed=seed,
+        pipe_size=1 if pipe_size in (-1, None) else pipe_size,
+        num_micro_batches=num_micro_batches,
+        tp_size=tp_size,
+        zero_level=DEFAULT_ZERO_LEVEL if zero_level is None else zero_level,
+        comm_backend=comm_backend or os.environ.get("BMT_COMM_BACKEND") or DEFAULT_COMM_BACKEND,
+        device=device,
+        timeout=timeout,
+        pin_cpu=pin_cpu,
+    )
+    launch = Launch.from_env()
+    store = _connect(init_method, launch, settings)
+    _starts += 1
+    with StartTogether("plugins", store, launch, settings.timeout):
+        registry = Registry.load()
+    if store is not None:
+        compare_across_ranks(
+            registry, store=store, rank=launch.rank, world_size=launch.world_size, timeout=settings.timeout
+        )
+    with StartTogether("choices", store, launch, settings.timeout):
+        chosen = _choose_device(settings, launch)
+        sizes = grid_sizes(registry.mesh_axes(settings), launch.world_size)
+        chosen_backend = settings.comm_backend
+        backend_class: type[CommBackend] = (
+            registry.find("comm backend", chosen_backend) if isinstance(chosen_backend, str) else chosen_backend
+        )
+        kernels = choose_kernels(registry.kernel_providers, chosen)
+    context = CommContext(
+        rank=launch.rank,
+        world_size=launch.world_size,
+        local_rank=launch.local_rank,
+        device=chosen,
+        store=store,
+        timeout=settings.timeout,
+    )
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    # Left together: a rank that went on and shut down would close connections that a slower one is still making.
+    with StartTogether("connections", store, launch, settings.timeout):
+        backend: CommBackend = backend_class(context)
+    runtime = Runtime(
+        settings=settings,
+        launch=launch,
+        device=chosen,
+        registry=registry,
+        topology=Topology(sizes, launch.rank, backend),
+        backend=backend,
+        kernels=kernels,
+    )
+    if pin_cpu:
+        _pin_cpu(launch)
+    _seed(seed)
+    _current = runtime
+    try:
+        registry.run_started(runtime)
+    except BaseException:
+        shutdown()
+        raise
+    if launch.rank == 0:
+        print(runtime.describe(), flush=True)
+
+
+def shutdown() -> None:
+    """End the run on this process: plugins are told, groups are given back. Without a run it does nothing.
+
+    Waits for nobody, so a rank that failed can leave. Another :func:`init_distributed` may follow.
+    """
+    global _current
+    if _current is None:
+        return
+    runtime = _current
+    try:
+        runtime.registry.run_stopping(runtime)
+    finally:
+        _current = None
+        runtime.backend.close()
+
+
+def current() -> Runtime:
+    """Return the running :class:`Runtime`, or raise :class:`NotInitializedError` (a ``RuntimeError``)."""
+    if _current is None:
+        raise NotInitializedError("bmt is not initialised. Call init_distributed() first.")
+    return _current
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init_distributed` has been called and :func:`shutdown` has not."""
+    return _current is not None
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before initialisation."""
+    return _current.world_size if _current is not None else 1
+
+
+def rank() -> int:
+    """This rank; 0 before initialisation."""
+    return _current.rank if _current is not None else 0
+
+
+def synchronize() -> None:
+    """Return when host and device of every rank have reached this point. Collective."""
+    runtime = current()
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
+    runtime.world.all_reduce(torch.zeros(1, device=runtime.device)).wait()
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
+
+
+def _connect(init_method: str, launch: Launch, settings: RunSettings) -> dist.Store | None:
+    if launch.world_size == 1:
+        return None
+    if init_method == "env://":
+        check_rendezvous()
+    key = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(launch.rank))
+    if key not in _stores:
+        _stores.clear()
+        found = dist.rendezvous(
+            init_method, launch.rank, launch.world_size, timeout=timedelta(seconds=settings.timeout)
+        )
+        _stores[key] = next(found)[0]
+    store = dist.PrefixStore(f"bmt/{_starts}", _stores[key])
+    store.set_timeout(timedelta(seconds=settings.timeout))
+    return store
+
+
+def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
+    asked = settings.device
+    device = torch.device(asked if asked is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(f"device must be cpu or cuda, not {asked!r}.")
+    count = torch.cuda.device_count()
+    index = launch.local_rank if device.index is None else device.index
+    if index >= count:
+        raise ConfigError(
+            f"Rank {launch.rank} needs CUDA device {index}, and this host has {count}."
+            " Start at most one rank per device, or pass device='cpu'."
+        )
+    return torch.device("cuda", index)
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        import numpy
+    except ModuleNotFoundError:
+        return
+    numpy.random.seed(seed % 2**32)
+
+
+def _pin_cpu(launch: Launch) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"pin_cpu needs an operating system with CPU affinity, and {sys.platform} has none.")
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // launch.local_world_size)
+    first = launch.local_rank * share % len(cores)
+    os.sched_setaffinity(0, cores[first : first + share])
+
+
+class RunConfig(Mapping[str, Any]):
+    """BMTrain's ``config``: a read-only view of the current run, by key or by attribute.
+
+    Groups that this run does not have (``tp_comm`` with tp_size 1) are groups of one rank. Before initialisation only
+    ``initialized`` (False), ``rank`` (0) and ``world_size`` (1) answer. Groups are made when first read, which is
+    collective.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in _CONFIG:
+            raise KeyError(f"No config key is named {key!r}. Known: {', '.join(_CONFIG)}.")
+        if _current is None:
+            return {"initialized": False, "rank": 0, "world_size": 1}[key] if key in _EARLY else current()
+        return _CONFIG[key](_current)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(str(error.args[0])) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CONFIG if _current is not None else _EARLY)
+
+    def __len__(self) -> int:
+        return len(_CONFIG if _current is not None else _EARLY)
+
+
+_EARLY = ("initialized", "rank", "world_size")
+_CONFIG: dict[str, Any] = {
+    "initialized": lambda r: True,
+    "rank": lambda r: r.rank,
+    "local_rank": lambda r: r.launch.local_rank,
+    "world_size": lambda r: r.world_size,
+    "local_size": lambda r: r.launch.local_world_size,
+    "pipe_size": lambda r: r.settings.pipe_size,
+    "pipe_enabled": lambda r: r.settings.pipe_size > 1,
+    "tp_size": lambda r: r.settings.tp_size,
+    "zero_size": lambda r: r.world_size,
+    "tp_zero_size": lambda r: r.world_size // r.topology.axis_size("tp"),
+    "zero_rank": lambda r: r.topology.zero_id,
+    "tp_rank": lambda r: r.topology.tp_id,
+    "tp_zero_rank": lambda r: r.topology.tp_zero_id,
+    "topology": lambda r: r.topology,
+    "micros": lambda r: r.settings.num_micro_batches or r.settings.pipe_size,
+    "comm": lambda r: r.world,
+    "zero_comm": lambda r: r.world,
+    "tp_comm": lambda r: r.topology.group(("tp",)),
+    "tp_zero_comm": lambda r: r.topology.shard_group(("tp",)),
+    "pipe_comm": lambda r: r.topology.group(("pp",)),
+    "pp_zero_comm": lambda r: r.topology.shard_group(("pp",)),
+    "pp_tp_zero_comm": lambda r: r.topology.shard_group(("pp", "tp")),
+    "calc_stream": lambda r: r.stream("calc_stream"),
+    "load_stream": lambda r: r.stream("load_stream"),
+    "tp_comm_stream": lambda r: r.stream("tp_comm_stream"),
+    "pp_comm_stream": lambda r: r.stream("pp_comm_stream"),
+    "barrier_stream": lambda r: r.stream("barrier_stream"),
+    "load_event": lambda r: r.load_event,
+}
+config = RunConfig()

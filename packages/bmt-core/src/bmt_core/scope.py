@@ -1,0 +1,61 @@
+"""What lasts as long as the outermost bmt module's call: gathered parameters, and the rank's random stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from bmt_core.parameter import DistributedParameter
+from bmt_core.rng import rank_random
+from bmt_core.runtime import current, is_initialized
+
+
+class _Gathered(NamedTuple):
+    # The parameter is kept, so that its id is not given to another one while the entry lives.
+    parameter: DistributedParameter
+    version: int
+    full: torch.Tensor
+
+
+class _Scope(threading.local):
+    depth = 0
+
+    def __init__(self) -> None:
+        self.gathered: dict[tuple[int, bool], _Gathered] = {}
+
+
+_scope = _Scope()
+
+
+@contextmanager
+def forward_scope() -> Iterator[None]:
+    """Enter one module's call. Leaving the outermost one forgets what was gathered; nested ones share it."""
+    if _scope.depth > 0 or not is_initialized():
+        yield
+        return
+    with rank_random(current()):
+        _scope.depth += 1
+        try:
+            yield
+        finally:
+            _scope.depth -= 1
+            _scope.gathered.clear()
+
+
+def gather_once(parameter: DistributedParameter) -> torch.Tensor:
+    """Return ``parameter.gather()``, made once per outermost call however often it is asked for. Collective.
+
+    It is made again when the parameter has changed, or for autograd after it was made without.
+    """
+    if _scope.depth == 0:
+        return parameter.gather()
+    key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)
+    found = _scope.gathered.get(key)
+    if found is None or found.version != parameter._version:
+        found = _Gathered(parameter, parameter._version, parameter.gather())
+        _scope.gathered[key] = found
+    return found.full

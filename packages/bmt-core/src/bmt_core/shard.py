@@ -1,0 +1,117 @@
+"""Which part of a flattened tensor each rank of a group holds, and the way from the parts to the whole and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bmt_core.comm.api import Group
+
+
+def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Cut ``numel`` elements into ``size`` consecutive parts of equal length, the last ones shorter or empty.
+
+    >>> even_ranges(5, 4)
+    ((0, 2), (2, 4), (4, 5), (5, 5))
+    """
+    part = -(-numel // size)
+    return tuple((min(i * part, numel), min((i + 1) * part, numel)) for i in range(size))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a tensor of ``shape`` lies over ``group``: rank i holds elements ``ranges[i]`` of the flattened tensor.
+
+    ``replicated`` means that every rank holds all elements, while gradients are still summed over ``group`` (ZeRO
+    level 0).
+    """
+
+    shape: torch.Size
+    ranges: tuple[tuple[int, int], ...]
+    group: Group
+    replicated: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole."""
+        return self.shape.numel()
+
+    @property
+    def start(self) -> int:
+        """First element of this rank's part."""
+        return self.ranges[self.group.rank][0]
+
+    @property
+    def end(self) -> int:
+        """One past the last element of this rank's part."""
+        return self.ranges[self.group.rank][1]
+
+    def part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's 1-D part of ``full`` (any shape with ``numel`` elements); a view where that is possible."""
+        return full.reshape(-1)[self.start : self.end]
+
+    def assemble(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole, of ``shape``, from every rank's ``part``. Collective over the group."""
+        if self.replicated or self.group.size == 1:
+            return part.reshape(self.shape)
+        longest = max(end - start for start, end in self.ranges)
+        gathered = torch.empty(self.group.size * longest, dtype=part.dtype, device=part.device)
+        self.group.all_gather(gathered, _padded(part, longest)).wait()
+        return self._trim(gathered, longest).view(self.shape)
+
+    def reduce(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum of every rank's ``full``, half types summed in float32. Collective.
+
+        The result is float32 when ``full`` is of a half type.
+        """
+        full = full.reshape(-1).contiguous()  # autograd hands out expanded tensors too
+        wide = summation_dtype(full.dtype)
+        if self.replicated or self.group.size == 1:
+            total = full.to(wide, copy=True)
+            self.group.all_reduce(total).wait()
+            return total
+        longest = max(end - start for start, end in self.ranges)
+        output = torch.empty(longest, dtype=wide, device=full.device)
+        self.group.reduce_scatter(output, self._spread(full, longest)).wait()
+        return output[: self.end - self.start]
+
+    def _trim(self, gathered: torch.Tensor, longest: int) -> torch.Tensor:
+        if _contiguous(self.ranges, longest):
+            return gathered[: self.numel]
+        return torch.cat([gathered[i * longest :][: end - start] for i, (start, end) in enumerate(self.ranges)])
+
+    def _spread(self, full: torch.Tensor, longest: int) -> torch.Tensor:
+        if self.numel == self.group.size * longest and _contiguous(self.ranges, longest):
+            return full
+        padded = full.new_zeros(self.group.size * longest)
+        for i, (start, end) in enumerate(self.ranges):
+            padded[i * longest :][: end - start] = full[start:end]
+        return padded
+
+
+def summation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of ``dtype`` are summed: float32 for anything narrower.
+
+    >>> summation_dtype(torch.bfloat16), summation_dtype(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
+    part = part.contiguous()
+    if part.numel() == length:
+        return part
+    padded = part.new_zeros(length)
+    padded[: part.numel()] = part
+    return padded
+
+
+def _contiguous(ranges: Sequence[tuple[int, int]], longest: int) -> bool:
+    numel = ranges[-1][1]
+    return all(
+        (start, end) == (min(i * longest, numel), min((i + 1) * longest, numel))
+        for i, (start, end) in enumerate(ranges)
+    )

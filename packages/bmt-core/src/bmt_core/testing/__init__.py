@@ -1,0 +1,19 @@
+"""Run functions on several ranks from a test: real processes, real collectives, failures of every rank in one message.
+
+    from bmt_core.testing import run_ranks
+
+    def doubled_rank() -> int:  # at the top level of the test module: every rank imports it
+        return 2 * bmt_core.rank()
+
+    def test_rank_is_doubled() -> None:
+        assert run_ranks(doubled_rank, 4) == [0, 2, 4, 6]
+
+The function runs between ``init_distributed()`` and ``shutdown()``. Processes are started once and kept.
+"""
+
+from __future__ import annotations
+
+from bmt_core.testing.outcome import Outcome, RankError, RankFailure
+from bmt_core.testing.pool import RankPool, rank_pool, run_ranks
+
+__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "rank_pool", "run_ranks"]

@@ -1,0 +1,89 @@
+"""What came of a function on one rank, and the error that reports several of them."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class RankError(NamedTuple):
+    """The name of an error's class and its message."""
+
+    type_name: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one rank returned, or how it failed.
+
+    ``error_type`` is None for a rank that returned, and otherwise the name of the exception's class, ``"Hung"`` for a rank
+    that had to be killed and ``"Died"`` for one whose process ended by itself. ``error`` is the exception object where it
+    can be pickled. ``traceback`` is its text; for a hung rank, where its threads stood.
+    """
+
+    rank: int
+    value: Any = None
+    error_type: str | None = None
+    error_message: str = ""
+    traceback: str = ""
+    error: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank did not return."""
+        return self.error_type is not None
+
+    @classmethod
+    def of_exception(cls, rank: int, error: BaseException) -> Outcome:
+        """Describe ``error``, which is being handled on ``rank``."""
+        return cls(
+            rank=rank,
+            error_type=type(error).__name__,
+            error_message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            error=error if _survives_pickling(error) else None,
+        )
+
+
+class RankFailure(Exception):
+    """At least one rank failed: the message holds what happened on every rank.
+
+    ``outcomes`` has one entry per rank, ``errors`` the class name and message of each rank that failed.
+    """
+
+    def __init__(self, function: str, outcomes: Sequence[Outcome]) -> None:
+        self.outcomes = list(outcomes)
+        self.errors = {
+            outcome.rank: RankError(outcome.error_type, outcome.error_message)
+            for outcome in outcomes
+            if outcome.error_type is not None
+        }
+        super().__init__(_report(function, self.outcomes))
+
+
+def _report(function: str, outcomes: Sequence[Outcome]) -> str:
+    """Put one line per rank first, then the tracebacks, equal ones only once."""
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    lines = [f"{function} failed on {len(failed)} of {len(outcomes)} ranks."]
+    for outcome in outcomes:
+        result = f"{outcome.error_type}: {outcome.error_message}" if outcome.failed else "returned"
+        lines.append(f"  rank {outcome.rank}: {result}")
+    ranks_of: dict[str, list[int]] = {}
+    for outcome in failed:
+        ranks_of.setdefault(outcome.traceback, []).append(outcome.rank)
+    for text, ranks in ranks_of.items():
+        if text:
+            lines += ["", f"----- rank {', '.join(map(str, ranks))} -----", text.rstrip()]
+    return "\n".join(lines)
+
+
+def _survives_pickling(error: BaseException) -> bool:
+    # An exception whose __init__ takes other arguments than its `args` pickles well and breaks the one who unpickles it.
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:
+        return False

@@ -1,0 +1,153 @@
+"""The parent's side: :class:`RankPool` runs a function on several worker processes, which are the ranks of one run."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore
+
+from bmt_core.testing.job import FunctionReference, Job
+from bmt_core.testing.outcome import Outcome, RankFailure
+from bmt_core.testing.workers import Worker, Workers
+
+T = TypeVar("T")
+
+GRACE = 20.0
+"""Seconds that the other ranks have left when one rank has failed. Long, because a busy machine is slow; only tests in which
+a rank hangs ever wait for it."""
+
+_NO_SETTINGS: Mapping[str, Any] = {}
+_listeners: list[Callable[[int], None]] = []
+
+
+class RankPool:
+    """``world_size`` processes that run functions as the ranks of a run, one run after another.
+
+    The processes are started when first needed, import torch once, and are replaced when one died or had to be killed.
+    Each run has its own rendezvous store on a port that the operating system chose, so nothing passes from one to the next.
+    """
+
+    def __init__(self, world_size: int, *, workers: Workers | None = None) -> None:
+        if world_size < 1:
+            raise ValueError(f"A pool needs at least one rank; world_size is {world_size}.")
+        self.world_size = world_size
+        self._workers = Workers() if workers is None else workers
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = GRACE,
+        env: Mapping[str, str] | None = None,
+        init: Mapping[str, Any] | None = _NO_SETTINGS,
+        **kwargs: Any,
+    ) -> list[T]:
+        """Call ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
+
+        ``fn`` is a function at the top level of its module. It runs between ``init_distributed(**init)`` and ``shutdown()``,
+        on the CPU unless ``init`` names a ``device``; with ``init=None`` it does its own start. ``env`` is added to the
+        environment of every rank for this run. Ranks that have not finished after ``timeout`` seconds, or ``grace``
+        seconds after another rank failed, are killed. Raises :class:`RankFailure` when any rank did not return.
+        """
+        outcomes = self.outcomes(fn, *args, timeout=timeout, grace=grace, env=env, init=init, **kwargs)
+        if any(outcome.failed for outcome in outcomes):
+            raise RankFailure(fn.__qualname__, outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = GRACE,
+        env: Mapping[str, str] | None = None,
+        init: Mapping[str, Any] | None = _NO_SETTINGS,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """Do the same as :meth:`run`, for tests in which ranks are expected to fail: no failure raises."""
+        function, arguments = FunctionReference.to(fn), pickle.dumps((args, kwargs))
+        for listener in _listeners:
+            listener(self.world_size)
+        # The parent owns the store, as torchrun's agent does: all ranks are clients, and it outlives every one of them.
+        patience = timedelta(seconds=timeout + grace)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+        workers = self._workers.take(self.world_size)
+        for rank, worker in enumerate(workers):
+            rank_env = {**_rank_environment(rank, self.world_size, store.port), **(env or {})}
+            worker.start(Job(rank=rank, function=function, arguments=arguments, env=rank_env, init=init))
+        _finish(workers, timeout, grace)
+        del store
+        return [worker.outcome for worker in workers]
+
+    def close(self) -> None:
+        """End the processes. A later run starts new ones."""
+        self._workers.close()
+
+
+@functools.cache
+def rank_pool(world_size: int) -> RankPool:
+    """Return the pool of this size that the whole process shares. Pools of all sizes share their workers."""
+    return RankPool(world_size, workers=_shared_workers())
+
+
+def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, **options: Any) -> list[T]:
+    """Call ``fn(*args)`` on ``world_size`` ranks of the shared pool: see :meth:`RankPool.run` for the options."""
+    return rank_pool(world_size).run(fn, *args, **options)
+
+
+def on_run(listener: Callable[[int], None]) -> None:
+    """Have ``listener(world_size)`` called at the start of every run of any pool."""
+    _listeners.append(listener)
+
+
+def _finish(workers: Sequence[Worker], timeout: float, grace: float) -> None:
+    """Wait until every worker has finished its job or died; kill those that still run when their time is over."""
+    deadline, why = time.monotonic() + timeout, f"Killed after {timeout:g} s."
+    busy: dict[Connection[bytes, bytes], Worker] = {worker.connection: worker for worker in workers}
+    has_failure = False
+    while busy:
+        # A process that dies closes its end of the pipe, which makes the connection ready.
+        ready = wait(busy, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for end in ready:
+            assert isinstance(end, Connection)
+            busy[end].receive()
+            if not busy[end].is_busy:
+                del busy[end]
+        if not has_failure and any(worker.has_failed for worker in workers):
+            has_failure = True
+            end_of_grace = time.monotonic() + grace
+            if end_of_grace < deadline:
+                deadline, why = end_of_grace, f"Killed {grace:g} s after another rank had failed."
+    for worker in busy.values():
+        worker.give_up(why)
+
+
+def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return what torchrun sets for the ranks of one host."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+@functools.cache
+def _shared_workers() -> Workers:
+    workers = Workers()
+    atexit.register(workers.close)
+    return workers

@@ -1,0 +1,62 @@
+"""Pytest side of the kit: marks, the fixture ``run_ranks``, and a count of the tests that ran on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from bmt_core.testing import pool
+
+_PROPERTY = "ranks"
+_largest_run = 0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Announce the marks and watch the pools."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool")
+    pool.on_run(_note_run)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests where there is no GPU."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device: torch.cuda.is_available() is False")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Record on how many ranks the test ran. The record travels in its report, also from xdist's processes."""
+    global _largest_run
+    mark = item.get_closest_marker("ranks")
+    _largest_run = 0 if mark is None else mark.args[0]
+    try:
+        return (yield)
+    finally:
+        if _largest_run > 1:
+            item.user_properties.append((_PROPERTY, _largest_run))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests ran on several ranks."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    count = sum(
+        isinstance(report, pytest.TestReport) and report.when == "call" and _PROPERTY in dict(report.user_properties)
+        for report in reports
+    )
+    if count:
+        terminalreporter.write_line(f"{count} tests ran on several ranks")
+
+
+@pytest.fixture(name="run_ranks")
+def run_ranks_fixture() -> Callable[..., list[Any]]:
+    """Call ``run_ranks(fn, world_size, *args, **options)``: the function of that name in :mod:`bmt_core.testing`."""
+    return pool.run_ranks
+
+
+def _note_run(world_size: int) -> None:
+    global _largest_run
+    _largest_run = max(_largest_run, world_size)

@@ -1,0 +1,135 @@
+"""The process of one rank: it waits for jobs, runs them one after another, and leaves nothing behind between them."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed
+
+from bmt_core.testing.job import Job
+from bmt_core.testing.outcome import Outcome
+
+READY = b"ready"
+
+
+def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> None:
+    """Run the jobs that arrive until the other end closes.
+
+    ``READY`` goes out at the start. Each job is answered by its pickled :class:`Outcome`, by a second one if cleaning up
+    failed, and then by ``READY``.
+    """
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    # A hung rank is ended by SIGTERM, and what it was doing goes into the pipe. A handler written in Python would not run
+    # while a collective blocks the main thread.
+    faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=True, chain=True)
+    # Control-C in a terminal reaches every process; the parent alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What is imported by now is never garbage: left out, collecting after each job takes a hundredth of the time.
+    gc.collect()
+    gc.freeze()
+    jobs.send_bytes(READY)
+    while True:
+        try:
+            job: Job = pickle.loads(jobs.recv_bytes())
+        except EOFError:
+            return
+        with _restored(), _changed_environment(job):
+            # Sent before cleaning up, which may hang in turn when other ranks have not failed.
+            jobs.send_bytes(_pickled(_attempt(job)))
+            try:
+                _clean_up()
+            except Exception as error:
+                jobs.send_bytes(_pickled(Outcome.of_exception(job.rank, error)))
+        jobs.send_bytes(READY)
+
+
+def _attempt(job: Job) -> Outcome:
+    try:
+        return Outcome(rank=job.rank, value=_call(job))
+    except BaseException as error:
+        outcome = Outcome.of_exception(job.rank, error)
+        # The frames hold process groups, whose sockets must close for the other ranks to learn of the failure.
+        traceback.clear_frames(error.__traceback__)
+        return outcome
+
+
+def _call(job: Job) -> Any:
+    function = job.function.resolve()
+    args, kwargs = job.load_arguments()
+    if job.init is None:
+        return function(*args, **kwargs)
+    # Imported here: the kit also serves tests that never start the runtime.
+    from bmt_core.runtime import init_distributed
+
+    init_distributed(**{"device": "cpu", **job.init})
+    return function(*args, **kwargs)
+
+
+def _clean_up() -> None:
+    """Leave this process as it was before the job, also when the job failed half-way."""
+    runtime: Any = sys.modules.get("bmt_core.runtime")
+    if runtime is not None:
+        runtime.shutdown()
+        # The next run has another store, perhaps on the same port, and its ranks may have started differently often before.
+        runtime._stores.clear()
+        runtime._starts = 0
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    # Groups that sit in reference cycles would keep their sockets, and the other ranks waiting, for an unknown time.
+    gc.collect()
+
+
+@contextmanager
+def _changed_environment(job: Job) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(job.env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Put back what a job may change for the whole process."""
+    dtype, threads, directory = torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)  # Imports torch's compiler: seconds, once.
+        os.chdir(directory)
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    # The plain pickler: multiprocessing's own would send tensors as file descriptors of shared memory.
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        message = f"The value that rank {outcome.rank} returned cannot be pickled: {error}"
+        return pickle.dumps(Outcome(rank=outcome.rank, error_type="PicklingError", error_message=message))
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install distributions as pip would: module and metadata, each in a directory of its own on ``sys.path``, last one first."""
+
+    def install_one(distribution: str, code: str, *, plugin: str | None = None, version: str = "1.0") -> None:
+        directory = tmp_path / distribution
+        module = f"{distribution}_of_{tmp_path.name}".replace("-", "_")
+        metadata = directory / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        metadata.mkdir(parents=True)
+        (directory / f"{module}.py").write_text(textwrap.dedent(code))
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        (metadata / "entry_points.txt").write_text(f"[bmt]\n{plugin or distribution} = {module}\n")
+        monkeypatch.syspath_prepend(str(directory))
+
+    return install_one

@@ -1,0 +1,309 @@
+"""save_checkpoint and load_checkpoint: going on as if the program had never stopped, or not at all."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import bmt_core
+from bmt_core.checkpoint.random_state import random_states, restore_random_states
+from bmt_core.errors import CheckpointError
+from bmt_core.testing import run_ranks
+
+
+class Net(bmt_core.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt_core.DistributedParameter(torch.linspace(-1, 1, 35).view(7, 5))
+        self.bias = bmt_core.DistributedParameter(torch.zeros(7))
+        self.dropout = torch.nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(torch.nn.functional.linear(x, self.weight, self.bias))
+
+
+class Momentum:
+    """An optimizer with a state, which is a manager of itself and knows its logical state."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters: list[Any] = list(model.parameters())
+        self.moments = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        with torch.no_grad():
+            for parameter, moment in zip(self.parameters, self.moments, strict=True):
+                moment.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(moment, alpha=0.1)
+                parameter.grad = None
+
+    def logical_state(self, named_parameters: Sequence[tuple[str, Any]]) -> dict[str, Any] | None:
+        whole = {
+            name: parameter.gather_like(moment)
+            for (name, parameter), moment in zip(named_parameters, self.moments, strict=True)
+        }
+        return {"moments": whole, "steps": self.steps} if bmt_core.rank() == 0 else None
+
+    def load_logical_state(self, named_parameters: Sequence[tuple[str, Any]], state: dict[str, Any] | None) -> None:
+        state = bmt_core.comm.broadcast_object(state, bmt_core.current().world)
+        assert state is not None
+        self.steps = state["steps"]
+        for (name, parameter), moment in zip(named_parameters, self.moments, strict=True):
+            moment.copy_(parameter.local_part(state["moments"][name]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        for own, saved in zip(self.moments, state["moments"], strict=True):
+            own.copy_(saved)
+
+
+class LocalMomentum(Momentum):
+    """Knows its local state only, as torch's optimizers do."""
+
+    logical_state = None  # type: ignore[assignment]
+
+
+def train(model: Net, manager: Momentum, steps: int) -> list[float]:
+    """Draw from every generator there is."""
+    losses = []
+    for _ in range(steps):
+        scale = random.random() + numpy.random.rand()
+        loss = (model(torch.randn(4, 5)) * scale - 1).pow(2).mean()
+        (loss / bmt_core.world_size()).backward()
+        manager.step()
+        losses.append(loss.item())
+    return losses
+
+
+def result_of(model: Net, manager: Momentum) -> Any:
+    with torch.no_grad():
+        moments = [p.gather_like(m).tolist() for p, m in zip(manager.parameters, manager.moments, strict=True)]
+        return [p.gather().tolist() for p in manager.parameters], moments, manager.steps
+
+
+def uninterrupted(folder: str, kind: type[Momentum], own_streams: bool) -> Any:
+    if own_streams:
+        random.seed(100 + bmt_core.rank())
+    model = Net()
+    manager = kind(model)
+    train(model, manager, 3)
+    extra = {"position": 17, "order": torch.arange(3), "name": "a"}
+    path = bmt_core.save_checkpoint(folder, model, manager, step=manager.steps, extra=extra)
+    assert path == Path(folder) / "step-3"
+    return train(model, manager, 3), result_of(model, manager)
+
+
+def resumed(folder: str, kind: type[Momentum]) -> Any:
+    torch.rand(bmt_core.rank() + 1)
+    random.seed(bmt_core.rank())
+    numpy.random.rand(bmt_core.rank() + 2)
+    model = Net()
+    manager = kind(model)
+    found = bmt_core.load_checkpoint(folder, model, manager)
+    assert found["step"] == 3
+    assert found["extra"]["position"] == 17 and found["extra"]["order"].tolist() == [0, 1, 2]
+    return train(model, manager, 3), result_of(model, manager)
+
+
+@pytest.mark.parametrize("kind", [Momentum, LocalMomentum])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_resumed_training_is_the_uninterrupted_one_bit_for_bit(
+    world_size: int, kind: type[Momentum], tmp_path: Path
+) -> None:
+    expected = run_ranks(uninterrupted, world_size, str(tmp_path), kind, own_streams=True)
+    for folder in (tmp_path, tmp_path / "step-3"):
+        assert run_ranks(resumed, world_size, str(folder), kind) == expected
+
+
+def state_at(folder: str) -> Any:
+    model = Net()
+    manager = Momentum(model)
+    bmt_core.load_checkpoint(folder, model, manager)
+    return result_of(model, manager), torch.rand(3).tolist(), random.random()
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_logical_state_resumes_at_another_world_size(saving: int, loading: int, tmp_path: Path) -> None:
+    run_ranks(uninterrupted, saving, str(tmp_path), Momentum, own_streams=False)
+    expected = run_ranks(state_at, saving, str(tmp_path))[0]
+    # All generators were alike on all ranks, so they go on alike.
+    assert run_ranks(state_at, loading, str(tmp_path)) == [expected] * loading
+
+
+def test_generators_that_differed_start_anew_at_another_world_size_and_a_line_says_so(tmp_path: Path) -> None:
+    run_ranks(uninterrupted, 2, str(tmp_path), Momentum, own_streams=True)
+    one, other = (run_ranks(state_and_output, 4, str(tmp_path)) for _ in range(2))
+    assert one == other
+    draws = [draw for (_, _, draw), _ in one]
+    assert len(set(draws)) == 4
+    assert all(result[:2] == one[0][0][:2] for result, _ in one)
+    lines = [output for _, output in one]
+    assert "saved by 2 rank(s) and is loaded by 4" in lines[0] and "(python)" in lines[0]
+    assert lines[1:] == ["", "", ""]
+
+
+def state_and_output(folder: str) -> tuple[Any, str]:
+    import contextlib
+    import io
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        state = state_at(folder)
+    return state, output.getvalue()
+
+
+def test_every_kind_of_generator_is_restored() -> None:
+    random.gauss(0, 1)  # leaves a second number behind
+    numpy.random.randn()
+    states = random_states()
+    first = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
+    assert restore_random_states([states], 0, 1) == []
+    second = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
+    assert first == second
+
+
+# ---- what does not fit ----
+
+
+def load_errors(folder: str, kind: type[Momentum] | None) -> tuple[str, bool]:
+    model = Net()
+    manager = None if kind is None else kind(model)
+    before = result_of(model, Momentum(model))[0]
+    with pytest.raises(CheckpointError) as caught:
+        bmt_core.load_checkpoint(folder, model, manager)
+    return str(caught.value), result_of(model, Momentum(model))[0] == before
+
+
+def save_without_manager(folder: str) -> None:
+    bmt_core.save_checkpoint(folder, Net(), step=1)
+
+
+def check_errors(world_size: int, folder: Path, kind: type[Momentum] | None, *parts: str) -> None:
+    for message, unchanged in run_ranks(load_errors, world_size, str(folder), kind, timeout=30):
+        assert unchanged
+        for part in parts:
+            assert part in message, message
+
+
+def test_local_state_is_refused_at_another_world_size(tmp_path: Path) -> None:
+    run_ranks(uninterrupted, 2, str(tmp_path), LocalMomentum, own_streams=False)
+    check_errors(4, tmp_path, LocalMomentum, "each of 2 ranks, and this run has 4", "Start 2 ranks")
+    (tmp_path / "step-3" / "optimizer-rank-1.pt").unlink()
+    check_errors(2, tmp_path, LocalMomentum, "There is no checkpoint file", "optimizer-rank-1.pt")
+
+
+def test_manager_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    run_ranks(save_without_manager, 2, str(tmp_path))
+    check_errors(2, tmp_path, Momentum, "saved without a manager", "manager=None")
+    run_ranks(uninterrupted, 2, str(tmp_path / "logical"), Momentum, own_streams=False)
+    check_errors(2, tmp_path / "logical", LocalMomentum, "LocalMomentum has no load_logical_state()")
+
+
+def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
+    check_errors(2, tmp_path / "nowhere", None, "There is no checkpoint in", "nowhere")
+    run_ranks(save_without_manager, 2, str(tmp_path))
+    training = tmp_path / "step-1" / "training.pt"
+    data = training.read_bytes()
+    training.write_bytes(data[: len(data) // 2])
+    check_errors(2, tmp_path, None, "not a whole file", "training.pt")
+    torch.save({"step": 3}, training)
+    check_errors(2, tmp_path, None, "was not written by save_checkpoint()")
+    training.write_bytes(data)
+    (tmp_path / "step-1" / "model.pt").write_bytes(b"")
+    check_errors(2, tmp_path, None, "not a whole file", "model.pt")
+
+
+def save_strange_extra(folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        bmt_core.save_checkpoint(folder, Net(), step=2, extra=Net)
+    return str(caught.value)
+
+
+def test_what_could_not_be_loaded_is_not_saved_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+    run_ranks(save_without_manager, 2, str(tmp_path))
+    for message in run_ranks(save_strange_extra, 2, str(tmp_path), timeout=30):
+        assert "extra=" in message
+    assert run_ranks(load_step, 2, str(tmp_path)) == [1, 1]
+
+
+def load_step(folder: str) -> int:
+    return int(bmt_core.load_checkpoint(folder, Net())["step"])
+
+
+# ---- when the program dies ----
+
+CRASH = textwrap.dedent(
+    """
+    # Save once; save again and die at the n-th thing that is done to the file system, for every n until a save gets through.
+    import os, sys
+    from pathlib import Path
+    import torch
+    import bmt_core
+
+    torch.set_num_threads(1)
+    folder, step = Path(sys.argv[1]), int(sys.argv[2])
+    events = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+
+    def net(value):
+        model = torch.nn.Linear(4, 4)
+        torch.nn.init.constant_(model.weight, value)
+        return model
+
+    def save_and_die_at(n):
+        left = n
+        def hook(event, arguments):
+            nonlocal left
+            if event in events and str(folder) in str(arguments[0]):
+                left -= 1
+                if left == 0:
+                    os._exit(9)
+        sys.addaudithook(hook)
+        bmt_core.save_checkpoint(folder, net(2.0), step=step, extra="second")
+        os._exit(0)
+
+    bmt_core.save_checkpoint(folder, net(1.0), step=1, extra="first")
+    states = []
+    for n in range(1, 1000):
+        child = os.fork()
+        if child == 0:
+            save_and_die_at(n)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        model = net(0.0)
+        found = bmt_core.load_checkpoint(folder, model)
+        weight = {"first": 1.0, "second": 2.0}[found["extra"]]
+        assert model.weight.eq(weight).all(), (n, found)
+        states.append(found["extra"])
+        if code == 0:
+            break
+        assert code == 9
+        if found["extra"] == "second":
+            bmt_core.save_checkpoint(folder, net(1.0), step=1, extra="first")
+    assert states[0] == "first" and states[-1] == "second", states
+    print(len(states), "crashes", sorted(entry.name for entry in folder.iterdir()))
+    """
+)
+
+
+@pytest.mark.parametrize(("step", "left"), [(2, ["latest", "step-1", "step-2"]), (1, ["latest", "step-1"])])
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(step: int, left: list[str], tmp_path: Path) -> None:
+    """Of another step, and of the same one, whose directory must be replaced."""
+    died = subprocess.run(
+        [sys.executable, "-c", CRASH, str(tmp_path), str(step)], capture_output=True, text=True, timeout=120
+    )
+    assert died.returncode == 0, died.stderr
+    count, _, entries = died.stdout.split(maxsplit=2)
+    assert int(count) > 15
+    assert entries.strip() == str(left)

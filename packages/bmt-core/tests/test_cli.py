@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from bmt_core.builtin import bmt_cli_commands
+from bmt_core.cli import COMMANDS, main
+from bmt_core.cli.bench import parse_bytes
+from bmt_core.cli.environment import Finding, Machine, examine_environment
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+Bmt = Callable[..., Result]
+Install = Callable[..., None]
+
+COMMAND = """
+import click
+from bmt_core.hookspecs import hookimpl
+from bmt_core.errors import ConfigError
+@click.command()
+def greet():
+    click.echo("hello from a plugin")
+@click.command()
+def fail():
+    raise ConfigError("it cannot work")
+@click.command()
+def doctor():
+    click.echo("impostor")
+@hookimpl
+def bmt_cli_commands():
+    return [greet, fail, doctor]
+"""
+
+
+@pytest.fixture
+def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
+    """Run the program in this process, with core's plugin only unless ``plugins`` are named."""
+    for name in (*LAUNCHER, "BMT_COMM_BACKEND", "BMT_KERNELS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str, plugins: tuple[str, ...] = ()) -> Result:
+        others = {entry.name for entry in entry_points(group="bmt")} - {"bmt-core", *plugins}
+        monkeypatch.setenv("BMT_DISABLE_PLUGINS", ",".join(others))
+        main.__dict__.pop("_registry", None)
+        return CliRunner().invoke(main, arguments)
+
+    return run
+
+
+# --- the program ---
+
+
+def test_core_announces_its_commands_by_hook() -> None:
+    assert bmt_cli_commands() == COMMANDS
+    assert sorted(command.name or "" for command in COMMANDS) == ["bench", "doctor", "plugins"]
+
+
+def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> None:
+    install("greeter", COMMAND)
+    result = bmt("--help", plugins=("greeter",))
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:5]] == [
+        "bench",
+        "doctor",
+        "fail",
+        "greet",
+        "plugins",
+    ]
+
+
+def test_command_of_a_plugin_runs(bmt: Bmt, install: Install) -> None:
+    install("greeter", COMMAND)
+    assert bmt("greet", plugins=("greeter",)).output == "hello from a plugin\n"
+
+
+def test_errors_of_bmt_are_messages_with_status_1(bmt: Bmt, install: Install) -> None:
+    install("greeter", COMMAND)
+    result = bmt("fail", plugins=("greeter",))
+    assert (result.exit_code, result.output) == (1, "Error: it cannot work\n")
+
+
+def test_plugin_cannot_replace_a_command_of_core(bmt: Bmt, install: Install) -> None:
+    install("a-greeter", COMMAND)  # comes before bmt-core
+    result = bmt("doctor", plugins=("a-greeter",))
+    assert "impostor" not in result.output
+    assert "command 'doctor' is offered twice" in result.output
+    assert result.exit_code == 1
+
+
+def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:
+    result = bmt("docter")
+    assert result.exit_code == 2
+    assert "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, plugins." in result.output
+
+
+def test_broken_plugin_is_hinted_at_where_its_command_is_missed(bmt: Bmt, install: Install) -> None:
+    install("broken", "1 / 0")
+    assert "Some plugins do not work: see bmt doctor." in bmt("greet", plugins=("broken",)).output
+    assert "Some plugins do not work: see bmt doctor." in bmt("--help", plugins=("broken",)).output
+    assert "Some plugins" not in bmt("--help").output
+
+
+def test_version_is_that_of_the_distribution(bmt: Bmt) -> None:
+    assert bmt("--version").output.startswith("bmt, version ")
+
+
+# --- bmt plugins ---
+
+
+def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
+    result = bmt("plugins")
+    assert result.exit_code == 0
+    for text in ("bmt-core", "bmt_comm_backends", "comm backend: torch", "command: bench, doctor, plugins"):
+        assert text in result.output
+
+
+def test_plugins_reports_a_broken_one_and_fails(bmt: Bmt, install: Install) -> None:
+    install("broken", "import no_such_module_of_bmt")
+    result = bmt("plugins", plugins=("broken",))
+    assert result.exit_code == 1
+    assert "comm backend: torch" in result.output
+    assert "No module named 'no_such_module_of_bmt'" in result.output
+
+
+# --- bmt doctor ---
+
+
+def test_doctor_finds_nothing_wrong_here(bmt: Bmt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = bmt("doctor")
+    assert result.exit_code == 0, result.output
+    for text in ("torch", "chosen for a run", "plain torch", "bmt-core"):
+        assert text in result.output
+
+
+def test_doctor_survives_a_broken_plugin_and_fails(bmt: Bmt, install: Install) -> None:
+    install("broken", "import no_such_module_of_bmt")
+    result = bmt("doctor", plugins=("broken",))
+    assert result.exit_code == 1
+    assert "No module named 'no_such_module_of_bmt'" in result.output
+    assert "what to do" in result.output, "the rest of the report must be there"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("BMT_COMM_BACKEND", "torhc", "Did you mean 'torch'?"),
+        ("BMT_KERNELS", "fast", "No kernel provider is named 'fast'"),
+        ("BMT_KERNELS", "reference", "as BMT_KERNELS asks"),
+        ("RANK", "3", "WORLD_SIZE is not set"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "waits for every kernel"),
+    ],
+)
+def test_doctor_judges_the_environment(
+    bmt: Bmt, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 400)
+    bmt("--help")
+    monkeypatch.setenv(variable, value)
+    result = bmt("doctor")
+    assert text in result.output
+    is_broken = (variable, value) not in (("CUDA_LAUNCH_BLOCKING", "1"), ("BMT_KERNELS", "reference"))
+    assert result.exit_code == int(is_broken)
+
+
+def test_doctor_says_why_kernels_are_not_active(bmt: Bmt, install: Install) -> None:
+    install(
+        "fast-kernels",
+        """
+from bmt_core.hookspecs import hookimpl
+from bmt_core.ops import KernelProvider
+class Fast(KernelProvider):
+    name = "fast"
+    device_type = "cpu"
+    def available(self):
+        return "this CPU has no AVX-1024"
+class Other(Fast):
+    name = "other"
+    device_type = "cuda"
+@hookimpl
+def bmt_kernel_providers():
+    return [Fast, Other]
+""",
+    )
+    output = bmt("doctor", plugins=("fast-kernels",)).output
+    assert "cannot be used: this CPU has no AVX-1024" in output
+    assert "is for cuda, and runs here use cpu" in output
+
+
+# --- the rules of the environment ---
+
+CPU = Machine(cores=8, device_type="cpu")
+CUDA = Machine(cores=8, device_type="cuda")
+QUIET = {"OMP_NUM_THREADS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "bad", "good"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", "0"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "0"),
+        ("NCCL_BLOCKING_WAIT", "1", "0"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "OFF"),
+        ("NCCL_DEBUG", "INFO", "WARN"),
+        ("NCCL_NVLS_ENABLE", "0", "2"),
+        ("NCCL_P2P_DISABLE", "1", "0"),
+        ("NCCL_SHM_DISABLE", "1", "0"),
+        ("NCCL_IB_DISABLE", "1", "0"),
+        ("NCCL_ALGO", "Ring", ""),
+        ("NCCL_PROTO", "LL", ""),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "8"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", ""),
+        ("CUDA_VISIBLE_DEVICES", "", "0,1"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", "expandable_segments:True"),
+        ("OMP_NUM_THREADS", "9", "8"),
+    ],
+)
+def test_value_that_hurts_is_found_and_others_are_not(variable: str, bad: str, good: str) -> None:
+    findings = examine_environment({**QUIET, variable: bad}, CPU)
+    assert [(finding.variable, finding.severity) for finding in findings] == [(variable, "warning")]
+    assert findings[0].effect and findings[0].remedy
+    assert examine_environment({**QUIET, variable: good}, CPU) == []
+
+
+def severities(environ: dict[str, str], machine: Machine = CPU) -> dict[str, str]:
+    return {finding.variable: finding.severity for finding in examine_environment(environ, machine)}
+
+
+def test_threads_are_judged_by_the_ranks_of_the_host() -> None:
+    two_ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert severities({**two_ranks, "OMP_NUM_THREADS": "4"}) == {}
+    assert severities({**two_ranks, "OMP_NUM_THREADS": "5"}) == {"OMP_NUM_THREADS": "warning"}
+    assert severities(two_ranks) == {"OMP_NUM_THREADS (unset)": "warning"}
+    assert severities({}) == {"OMP_NUM_THREADS (unset)": "advice"}
+    assert severities({"OMP_NUM_THREADS": "many"}) == {"OMP_NUM_THREADS": "error"}
+    (finding,) = examine_environment({**two_ranks, "OMP_NUM_THREADS": "5"}, CPU)
+    assert finding == Finding(
+        "warning", "OMP_NUM_THREADS", "2 ranks x 5 threads compete for 8 cores.", "Set OMP_NUM_THREADS=4"
+    )
+
+
+@pytest.mark.parametrize(
+    "half_set",
+    [
+        {"RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "zero", "WORLD_SIZE": "2"},
+    ],
+)
+def test_half_set_rendezvous_is_an_error(half_set: dict[str, str]) -> None:
+    assert list(severities({**QUIET, **half_set}).values()) == ["error"]
+
+
+def test_launcher_variables_that_nobody_reads_are_a_warning() -> None:
+    assert severities({**QUIET, "LOCAL_RANK": "1"}) == {"LOCAL_RANK": "warning"}
+
+
+def test_whole_rendezvous_and_none_are_fine() -> None:
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    assert severities({**QUIET, **whole}) == {}
+    assert severities({**QUIET, "RANK": "0", "WORLD_SIZE": "1"}) == {}
+    assert severities(QUIET) == {}
+
+
+def test_loopback_between_hosts_is_an_error() -> None:
+    hosts = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    environ = {**hosts, "OMP_NUM_THREADS": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    assert severities(environ) == {"NCCL_SOCKET_IFNAME": "error"}
+    assert severities({**environ, "LOCAL_WORLD_SIZE": "4"}) == {}
+
+
+def test_allocator_is_judged_on_gpus() -> None:
+    assert severities(QUIET, CUDA) == {"PYTORCH_ALLOC_CONF (unset)": "advice"}
+    assert severities({**QUIET, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, CUDA) == {}
+    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+    assert severities({**QUIET, **both}, CUDA) == {"PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF": "warning"}
+
+
+def test_errors_come_first() -> None:
+    found = [finding.severity for finding in examine_environment({"RANK": "0", "NCCL_DEBUG": "INFO"}, CUDA)]
+    assert found == ["error", "warning", "advice", "advice"]
+
+
+# --- bmt bench ---
+
+
+def test_bench_on_one_rank_leaves_send_recv_out(bmt: Bmt) -> None:
+    result = bmt("bench", "--max-bytes", "8K", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "send_recv is left out" in result.output
+    assert "all_gather on 1 rank" in result.output
+    assert "reduce_scatter on 1 rank" in result.output
+
+
+def test_bench_that_cannot_run_fails_with_one_message_and_ends_the_run(bmt: Bmt) -> None:
+    result = bmt("bench", "--op", "send_recv", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "Error: send_recv needs a second rank" in result.output
+    assert bmt("bench", "--op", "all_gather", "--max-bytes", "4K", "--device", "cpu").exit_code == 0
+
+
+def run_under_torchrun(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d"]
+    command = [*launcher, "--rdzv-endpoint=localhost:0", "-m", "bmt_core.cli", *arguments]
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**clean, **environment})
+
+
+@pytest.mark.ranks(2)
+def test_bench_runs_under_torchrun_and_rank_0_prints() -> None:
+    result = run_under_torchrun("bench", "--max-bytes=8K", "--device=cpu")
+    assert result.returncode == 0, result.stderr
+    for operation in ("all_gather", "reduce_scatter", "send_recv"):
+        assert result.stdout.count(f"{operation} on 2 ranks") == 1
+
+
+@pytest.mark.ranks(2)
+def test_run_that_cannot_start_ends_torchrun_with_a_message_and_a_status() -> None:
+    result = run_under_torchrun("bench", "--device=cpu", BMT_COMM_BACKEND="torhc")
+    assert result.returncode != 0
+    assert "No comm backend is named 'torhc'. Did you mean 'torch'?" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "64X", "0", "-1", "1.5M"])
+def test_bytes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="not a number of bytes"):
+        parse_bytes(text)

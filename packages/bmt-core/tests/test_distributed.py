@@ -1,0 +1,409 @@
+"""Collectives for users, their derivatives against one process in plain torch, and their old low-level names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import bmt_core
+from bmt_core import distributed, nccl
+from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.testing import run_ranks
+
+WORLD_SIZES = [1, 2, 4]
+OPS = ["sum", "avg", "max", "min", "prod"]
+SHAPE = (4, 3)
+
+
+def input_of(rank: int, *, zeros: bool = False) -> torch.Tensor:
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    if zeros:
+        x[0, rank % 3] = 0  # one zero among the factors of some elements, and in column 0 two with four ranks
+        x[1, 1] = 0  # in all of them
+    return x
+
+
+def upstream_of(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+
+
+def differentiate(name: str, zeros: bool, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of a collective on this rank and the gradient of its input."""
+    rank = bmt_core.rank()
+    x = input_of(rank, zeros=zeros).requires_grad_()
+    y = getattr(distributed, name)(x, *args)
+    (grad,) = torch.autograd.grad(y, x, upstream_of(rank, tuple(y.shape)))
+    return y.detach(), grad
+
+
+def reduced(stack: torch.Tensor, op: str) -> torch.Tensor:
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sum": lambda t: t.sum(0),
+        "avg": lambda t: t.mean(0),
+        "max": lambda t: t.amax(0),
+        "min": lambda t: t.amin(0),
+        "prod": lambda t: t.prod(0),
+    }
+    return functions[op](stack)
+
+
+def inputs(world_size: int, *, zeros: bool = False) -> list[torch.Tensor]:
+    return [input_of(rank, zeros=zeros).requires_grad_() for rank in range(world_size)]
+
+
+def own_gradients(output: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each rank's derivative of its own loss by its own input, when all ranks have ``output``."""
+    return [
+        torch.autograd.grad(output, x, upstream_of(rank, tuple(output.shape)), retain_graph=True)[0]
+        for rank, x in enumerate(xs)
+    ]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_gather_stacks_and_passes_back_the_own_part(world_size: int) -> None:
+    xs = inputs(world_size)
+    output = torch.stack(xs)
+    for (y, grad), expected in zip(
+        run_ranks(differentiate, world_size, "all_gather", False), own_gradients(output, xs), strict=True
+    ):
+        assert torch.equal(y, output)
+        assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_all_reduce_and_its_derivative(world_size: int, op: str, zeros: bool) -> None:
+    if zeros and op in ("max", "min"):
+        zeros = False  # equal inputs: see below
+    xs = inputs(world_size, zeros=zeros)
+    output = reduced(torch.stack(xs), op)
+    for (y, grad), expected in zip(
+        run_ranks(differentiate, world_size, "all_reduce", zeros, op), own_gradients(output, xs), strict=True
+    ):
+        torch.testing.assert_close(y, output.detach())
+        torch.testing.assert_close(grad, expected)
+
+
+def gradient_of_equal_inputs(op: str) -> torch.Tensor:
+    x = torch.ones(3, requires_grad=True)
+    grad = torch.tensor([1.0, float("inf"), 3.0])
+    return torch.autograd.grad(distributed.all_reduce(x, op), x, grad)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_where_inputs_are_equal_each_rank_gets_the_gradient_of_max_and_min(op: str) -> None:
+    for grad in run_ranks(gradient_of_equal_inputs, 2, op):
+        assert grad.tolist() == [1.0, float("inf"), 3.0]
+
+
+def gradient_of_smaller_input() -> torch.Tensor:
+    x = torch.full((2,), float(bmt_core.rank()), requires_grad=True)
+    return torch.autograd.grad(distributed.all_reduce(x, "max"), x, torch.tensor([1.0, float("inf")]))[0]
+
+
+def test_infinite_gradient_of_another_ranks_maximum_is_no_nan() -> None:
+    zero, one = run_ranks(gradient_of_smaller_input, 2)
+    assert zero.tolist() == [0, 0] and one.tolist() == [1.0, float("inf")]
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_reduce_scatter_and_its_derivative(world_size: int, op: str) -> None:
+    xs = inputs(world_size)
+    parts = reduced(torch.stack(xs), op).chunk(world_size)
+    total = sum((part * upstream_of(rank, tuple(part.shape))).sum() for rank, part in enumerate(parts))
+    expected = torch.autograd.grad(total, xs)
+    for (y, grad), part, wanted in zip(
+        run_ranks(differentiate, world_size, "reduce_scatter", False, op), parts, expected, strict=True
+    ):
+        torch.testing.assert_close(y, part.detach())
+        torch.testing.assert_close(grad, wanted)
+
+
+def scatter_without_gradient(op: str) -> torch.Tensor:
+    return distributed.reduce_scatter(input_of(bmt_core.rank()), op)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_reduce_scatter_knows_all_ops(world_size: int, op: str) -> None:
+    parts = reduced(torch.stack(inputs(world_size)), op).detach().chunk(world_size)
+    for y, part in zip(run_ranks(scatter_without_gradient, world_size, op), parts, strict=True):
+        torch.testing.assert_close(y, part)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_broadcast_sums_gradients_on_the_root(world_size: int) -> None:
+    root = world_size - 1
+    total = sum(upstream_of(rank, SHAPE) for rank in range(world_size))
+    for rank, (y, grad) in enumerate(run_ranks(differentiate, world_size, "broadcast", False, root)):
+        assert torch.equal(y, input_of(root))
+        torch.testing.assert_close(grad, total if rank == root else torch.zeros(SHAPE, dtype=torch.float64))
+
+
+def second_derivative(name: str, *args: Any) -> str:
+    x = torch.ones(2, requires_grad=True)
+    y = getattr(distributed, name)(x * x, *args)
+    (grad,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        grad.sum().backward()
+    return str(caught.value)
+
+
+def test_second_derivatives_that_are_not_there_are_errors() -> None:
+    for name, *args in (("broadcast", 0), ("reduce_scatter",)):
+        for message in run_ranks(second_derivative, 2, name, *args):
+            assert "once_differentiable" in message
+
+
+def on_any_tensor() -> None:
+    rank, size = bmt_core.rank(), bmt_core.world_size()
+    base = torch.arange(24.0).view(4, 6) + 100 * rank
+    total = (torch.arange(24.0).view(4, 6) * size + 100 * sum(range(size)))[:, 1:5:2]
+    view = base[:, 1:5:2]  # strided
+    assert torch.equal(distributed.all_reduce(view), total)
+    assert torch.equal(distributed.all_reduce(base.t()), distributed.all_reduce(base).t())
+    assert torch.equal(distributed.all_gather(view)[rank], view)
+    assert torch.equal(distributed.broadcast(view, 0), torch.arange(24.0).view(4, 6)[:, 1:5:2])
+    assert torch.equal(distributed.reduce_scatter(view), total.chunk(size)[rank])
+    assert torch.equal(base, torch.arange(24.0).view(4, 6) + 100 * rank)  # inputs are left alone
+    assert distributed.all_gather(torch.tensor(float(rank))).tolist() == list(range(size))
+    assert distributed.all_reduce(torch.tensor(2)).item() == 2 * size
+    assert distributed.all_gather(torch.empty(0, 3)).shape == (size, 0, 3)
+    expanded = torch.ones(1, 3).expand(2, 3)
+    assert torch.equal(distributed.all_reduce(expanded), torch.full((2, 3), float(size)))
+    for dtype in (torch.int32, torch.int64, torch.uint8):
+        product = distributed.all_reduce(torch.tensor([2], dtype=dtype), "prod")
+        assert product.dtype == dtype and product.item() == 2**size
+    for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64, torch.bfloat16):
+        gathered = distributed.all_gather(torch.ones(3).to(dtype))
+        assert gathered.dtype == dtype and gathered.float().real.sum() == 3 * size
+    for dtype in (torch.bfloat16, torch.float16):
+        assert distributed.all_reduce(torch.ones(3, dtype=dtype), "avg").tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_slices_transposed_empty_and_0_dim_tensors_of_every_dtype(world_size: int) -> None:
+    run_ranks(on_any_tensor, world_size)
+
+
+def groups_of_one() -> list[list[float]]:
+    group = bmt_core.config["tp_comm"]
+    x = torch.full((2,), float(bmt_core.rank()))
+    return [
+        distributed.all_reduce(x, comm=group).tolist(),
+        distributed.all_gather(x, group).flatten().tolist(),
+        distributed.reduce_scatter(x, comm=group).tolist(),
+        distributed.broadcast(x, 0, group).tolist(),
+    ]
+
+
+def test_comm_chooses_the_group() -> None:
+    for rank, results in enumerate(run_ranks(groups_of_one, 2)):
+        assert results == [[float(rank)] * 2] * 4
+
+
+def pass_on() -> list[tuple[str, tuple[int, ...], float]]:
+    """Every rank sends to the next and receives from the previous one."""
+    rank, size = bmt_core.rank(), bmt_core.world_size()
+    received = []
+    kinds = [
+        torch.full((2, 3), 1.0 + rank)[:, ::2],
+        torch.tensor(5 + rank),
+        torch.ones(0, 4),
+        torch.ones(1, 2, 1, 3, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(3).to(torch.float8_e5m2),
+        torch.tensor([True, False]),
+    ]
+    for tensor in kinds:
+        if rank % 2 == 0:
+            distributed.send_activations(tensor, (rank + 1) % size, bmt_core.config["comm"])
+        got = distributed.recv_activations((rank - 1) % size, bmt_core.config["comm"])
+        if rank % 2 == 1:
+            distributed.send_activations(tensor, (rank + 1) % size)
+        received.append((str(got.dtype), tuple(got.shape), got.float().sum().item()))
+    return received
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_activations_travel_with_shape_and_dtype(world_size: int) -> None:
+    for rank, received in enumerate(run_ranks(pass_on, world_size)):
+        previous = (rank - 1) % world_size
+        assert received == [
+            ("torch.float32", (2, 2), 4.0 * (1 + previous)),
+            ("torch.int64", (), 5.0 + previous),
+            ("torch.float32", (0, 4), 0.0),
+            ("torch.bfloat16", (1, 2, 1, 3), 6.0),
+            ("torch.float8_e5m2", (3,), 3.0),
+            ("torch.bool", (2,), 1.0),
+        ]
+
+
+# ---- errors ----
+
+
+def refused() -> None:
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match=r"No reduction is named 'mean'\. Known: sum, avg, max, min, prod"):
+        distributed.all_reduce(x, "mean")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"cuts dim 0 into 2 equal parts, and the tensor has shape \(3,\)"):
+        distributed.reduce_scatter(x)
+    with pytest.raises(ValueError, match=r"shape \(\)"):
+        distributed.reduce_scatter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"The tensor is on meta, and rank \d runs on cpu\. Move it there"):
+        distributed.all_reduce(x.to("meta"))
+    with pytest.raises(ValueError, match=r"average of torch\.int64"):
+        distributed.all_reduce(torch.ones(2, dtype=torch.int64), "avg")
+    with pytest.raises(TypeError, match="comm must be a group"):
+        distributed.all_gather(x, "world")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="moves tensors, not list"):
+        distributed.all_gather([1.0])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Rank 2 is outside of the group, which has 2 rank"):
+        distributed.broadcast(x, 2)
+    with pytest.raises(TypeError, match=r"cannot send torch\.complex32"):
+        distributed.send_activations(torch.ones(2, dtype=torch.complex32), 1 - bmt_core.rank())
+    y = distributed.reduce_scatter(torch.ones(4, requires_grad=True), "max")
+    with pytest.raises(NotImplementedError, match="op='max' has no derivative"):
+        y.sum().backward()
+    assert distributed.all_reduce(x).tolist() == [2.0] * 3  # and nobody is out of step
+
+
+def test_mistakes_are_clear_errors_before_anything_is_sent() -> None:
+    run_ranks(refused, 2, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: distributed.all_gather(x),
+        lambda x: distributed.all_reduce(x),
+        lambda x: distributed.reduce_scatter(x),
+        lambda x: distributed.broadcast(x, 0),
+        lambda x: distributed.send_activations(x, 0),
+        lambda x: distributed.recv_activations(0),
+        lambda x: bmt_core.sum_loss(x),
+        lambda x: bmt_core.gather_result(x),
+        lambda x: nccl.groupStart(),
+    ],
+)
+def test_before_init_it_says_to_call_init(call: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(NotInitializedError, match=r"init_distributed\(\)"):
+        call(torch.ones(2))
+    assert issubclass(NotInitializedError, RuntimeError)
+
+
+# ---- results ----
+
+
+def mean_loss() -> tuple[float, float]:
+    loss = torch.tensor(float(bmt_core.rank()), requires_grad=True)
+    mean = bmt_core.sum_loss(loss)
+    mean.backward()
+    assert loss.grad is not None
+    return mean.item(), loss.grad.item()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_sum_loss_is_the_mean_and_differentiable(world_size: int) -> None:
+    assert run_ranks(mean_loss, world_size) == [((world_size - 1) / 2, 1 / world_size)] * world_size
+
+
+def gathered_results() -> None:
+    rank, size = bmt_core.rank(), bmt_core.world_size()
+    assert bmt_core.gather_result(torch.tensor(rank)).tolist() == list(range(size))
+    rows = torch.full((2, 3), float(rank), requires_grad=True)
+    result = bmt_core.gather_result(rows)
+    assert result.shape == (2 * size, 3) and result[::2, 0].tolist() == list(range(size))
+    assert not result.requires_grad and result.device.type == "cpu"
+    assert bmt_core.gather_result(torch.eye(4)[1:3, ::2]).shape == (2 * size, 2)
+    for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+        assert bmt_core.gather_result(torch.ones(2).to(dtype)).dtype == dtype
+    last = bmt_core.gather_result(torch.full((rank, 2), rank))  # rank 0 has none left
+    assert last[:, 1].tolist() == [owner for owner in range(size) for _ in range(owner)]
+    bmt_core.wait_loader()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_gather_result_concatenates_whatever_ranks_have(world_size: int) -> None:
+    run_ranks(gathered_results, world_size)
+
+
+def gather_different_results() -> str:
+    with pytest.raises(ValueError) as caught:
+        bmt_core.gather_result(torch.zeros(2, 3 + bmt_core.rank()))
+    return str(caught.value)
+
+
+def test_results_that_do_not_fit_are_an_error_on_every_rank() -> None:
+    for message in run_ranks(gather_different_results, 2, timeout=30):
+        assert "(2, 3) torch.float32 on rank 0, (2, 4) torch.float32 on rank 1" in message
+
+
+# ---- old names ----
+
+
+def old_names() -> None:
+    comm = bmt_core.config["comm"]
+    rank, size = nccl.commRank(comm), nccl.commCount(comm)
+    assert (rank, size) == (bmt_core.rank(), bmt_core.world_size())
+    x = torch.arange(4.0) + rank
+    total = torch.arange(4.0) * size + sum(range(size))
+    out = torch.zeros(4)
+    nccl.allReduce(x, out, "sum", comm)
+    assert torch.equal(out, total) and torch.equal(x, torch.arange(4.0) + rank)
+    columns = torch.zeros(4, 2)
+    nccl.allReduce(x, columns[:, 0], "avg", comm)
+    assert torch.equal(columns[:, 0], total / size) and columns[:, 1].sum() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of typed storages, which old scripts pass
+        out = torch.zeros(4 * size)
+        nccl.allGather(x.storage(), out.storage(), comm)
+        assert torch.equal(out.view(size, 4)[rank], x)
+        nccl.broadcast(x.untyped_storage(), out[:4].clone().untyped_storage(), 0, comm)
+        in_place = x.clone()
+        nccl.allReduce(in_place.storage(), in_place.storage(), "max", comm)
+        assert torch.equal(in_place, torch.arange(4.0) + size - 1)
+    part = torch.zeros(4 // size)
+    nccl.reduceScatter(x, part, "sum", comm)
+    assert torch.equal(part, total.chunk(size)[rank])
+    sent = torch.zeros(4) if rank else x.clone()
+    nccl.broadcast(sent, sent, 0, comm)
+    assert torch.equal(sent, torch.arange(4.0))
+    result = torch.full((4,), -1.0)
+    nccl.reduce(x, result, "sum", size - 1, comm)
+    assert torch.equal(result, total if rank == size - 1 else torch.full((4,), -1.0))
+    with pytest.raises(TypeError, match="untyped storage is bytes"):
+        nccl.allReduce(x.untyped_storage(), out, "sum", comm)
+    with pytest.raises(ValueError, match="dst has 2 elements"):
+        nccl.allReduce(x, torch.zeros(2), "sum", comm)
+    with pytest.raises(RuntimeError, match="without groupStart"):
+        nccl.groupEnd()
+    if size > 1:
+        ring(rank, size, comm)
+
+
+def ring(rank: int, size: int, comm: Any) -> None:
+    """All send first: only a group of operations that wait for nothing gets through."""
+    x, out = torch.full((100_000,), float(rank)), torch.zeros(100_000)
+    nccl.groupStart()
+    nccl.groupStart()
+    nccl.recv(out, (rank - 1) % size, comm)
+    nccl.send(x, (rank + 1) % size, comm)
+    nccl.groupEnd()
+    nccl.groupEnd()
+    assert out.eq((rank - 1) % size).all()
+    if rank == 0:
+        nccl.send(x, 1, comm)
+    elif rank == 1:
+        nccl.recv(out, 0, comm)
+        assert out.eq(0).all()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_old_names_work_on_tensors_and_storages(world_size: int) -> None:
+    run_ranks(old_names, world_size)

@@ -1,0 +1,321 @@
+"""The operation table, the choice of kernels, and the references against plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bmt_core import runtime
+from bmt_core.errors import ConfigError, PluginError
+from bmt_core.ops import OPERATIONS, REFERENCE, HostFlag, KernelProvider, Kernels, choose_kernels, reference
+
+CPU = torch.device("cpu")
+HALVES = [torch.float16, torch.bfloat16]
+FLOATS = [torch.float32, torch.float64, *HALVES]
+
+
+class Fast(KernelProvider):
+    name = "fast"
+    device_type = "cpu"
+    reason: ClassVar[str | None] = None
+
+    def available(self) -> str | None:
+        return self.reason
+
+    def scale_(self, tensors: Any, factor: Any) -> None:
+        reference.scale_(tensors, factor)
+
+
+class Other(Fast):
+    name = "other"
+
+
+class OnCuda(Fast):
+    name = "on_cuda"
+    device_type = "cuda"
+
+
+class Broken(Fast):
+    name = "broken"
+    reason = "libfast.so was built for another processor"
+
+
+class WrongParameters(Fast):
+    name = "wrong"
+
+    def scale_(self, tensors: Any, by: Any) -> None:  # type: ignore[override]
+        pass
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Fail when a tensor's value is read on the host: what would make the host wait for a GPU."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read on the host"
+            assert "nonzero" not in str(func), "a shape depends on values"
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield
+
+
+def test_every_operation_has_a_reference() -> None:
+    for operation in OPERATIONS:
+        assert getattr(REFERENCE, operation) is getattr(reference, operation)
+    assert sorted(OPERATIONS) == sorted(reference.__all__)
+
+
+def test_provider_is_used_for_what_it_has_and_the_reference_for_the_rest() -> None:
+    provider = Fast()
+    kernels = Kernels(provider)
+    assert kernels.scale_ == provider.scale_
+    assert kernels.adam_step is reference.adam_step
+    assert kernels.provider_name == "fast"
+    assert kernels.on(CPU) is kernels
+    assert kernels.on(torch.device("cuda")) is REFERENCE
+
+
+def test_provider_with_other_parameters_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"WrongParameters.scale_ must take the parameters \(tensors, factor\)"):
+        Kernels(WrongParameters())
+
+
+def test_the_usable_provider_of_the_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BMT_KERNELS", raising=False)
+    assert choose_kernels({}, CPU).provider_name == "reference"
+    assert choose_kernels({"fast": Fast, "on_cuda": OnCuda, "broken": Broken}, CPU).provider_name == "fast"
+    assert choose_kernels({"on_cuda": OnCuda, "broken": Broken}, CPU).provider_name == "reference"
+
+
+def test_two_usable_providers_need_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    both: dict[str, type[KernelProvider]] = {"fast": Fast, "other": Other}
+    monkeypatch.delenv("BMT_KERNELS", raising=False)
+    with pytest.raises(PluginError, match=r"fast and other.*BMT_KERNELS=fast"):
+        choose_kernels(both, CPU)
+    monkeypatch.setenv("BMT_KERNELS", "other")
+    assert choose_kernels(both, CPU).provider_name == "other"
+    monkeypatch.setenv("BMT_KERNELS", "reference")
+    assert choose_kernels(both, CPU).provider_name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fats", "No kernel provider is named 'fats'.*Did you mean 'fast'.*Known: broken, fast, on_cuda, reference"),
+        ("on_cuda", "BMT_KERNELS=on_cuda has kernels for cuda, and this run is on cpu"),
+        ("broken", "'broken'.*cannot run here: libfast.so was built for another processor"),
+    ],
+)
+def test_a_name_that_cannot_be_used_is_an_error(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_kernels({"fast": Fast, "on_cuda": OnCuda, "broken": Broken}, CPU, name)
+
+
+def test_bmt_kernels_is_read_at_start_and_a_bad_name_is_an_error_on_every_rank(run_ranks: Any) -> None:
+    assert run_ranks(_provider_name, 2, env={"BMT_KERNELS": "reference"}) == ["reference"] * 2
+    for message in run_ranks(_start_error, 2, env={"BMT_KERNELS": "nope"}, init=None):
+        assert "No kernel provider is named 'nope' (BMT_KERNELS)." in message
+
+
+def _provider_name() -> str:
+    return runtime.current().kernels.provider_name
+
+
+def _start_error() -> str:
+    with pytest.raises(ConfigError) as caught:
+        runtime.init_distributed(device="cpu")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_non_finite_values_set_the_flag_and_nothing_clears_it(dtype: torch.dtype, bad: float) -> None:
+    flag = torch.zeros(1, dtype=torch.uint8)
+    clean = [torch.full((5,), torch.finfo(dtype).max, dtype=dtype), torch.ones(3, dtype=torch.float32), torch.empty(0)]
+    with no_host_reads():
+        reference.has_non_finite(clean, flag)
+    assert flag.item() == 0
+    spoiled = torch.ones(4, 7, dtype=dtype)
+    spoiled[2, 3] = bad
+    with no_host_reads():
+        reference.has_non_finite([*clean, spoiled], flag)
+    assert flag.item() == 1
+    reference.has_non_finite(clean, flag)
+    assert flag.item() == 1
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, 0.5, math.inf])
+def test_sum_of_powers_is_that_of_the_concatenation(p: float) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(37), torch.randn(5, 3), torch.empty(0), torch.randn(11).bfloat16(), torch.randn(()).half()]
+    with no_host_reads():
+        total = reference.powers_sum(tensors, p, [1.0] * 5, CPU)
+    everything = torch.cat([t.double().reshape(-1) for t in tensors])
+    expected = everything.abs().max() if p == math.inf else everything.abs().pow(p).sum()
+    assert total.dtype == torch.float32 and total.shape == ()
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_sum_of_powers_is_weighted_and_formed_in_float32() -> None:
+    ones = torch.ones(600, dtype=torch.bfloat16)  # their sum in bfloat16 would stall at 256
+    assert reference.powers_sum([ones, ones], 2.0, [1.0, 0.25], CPU).item() == pytest.approx(750, rel=1e-6)
+    assert reference.powers_sum([], 2.0, [], CPU).item() == 0
+    assert reference.powers_sum([torch.empty(0)], math.inf, [1.0], CPU).item() == 0
+    large = torch.full((10,), 60000.0, dtype=torch.float16)
+    assert reference.powers_sum([large], 2.0, [1.0], CPU).item() == pytest.approx(3.6e10, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scaling_multiplies_in_float32_then_rounds(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(13).to(dtype),
+        torch.randn(4, 6).to(dtype).t(),
+        torch.randn(()).to(dtype),
+        torch.empty(0).to(dtype),
+    ]
+    factor = torch.tensor(1 / 3)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = [(t.to(wide) * factor).to(dtype) for t in tensors]
+    with no_host_reads():
+        reference.scale_(tensors, factor)
+    for got, want in zip(tensors, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_tensors_are_cleared_only_when_the_flag_is_set() -> None:
+    bad = torch.tensor([1.0, math.nan, math.inf])
+    tensors = [bad.clone(), torch.ones(2, 2, dtype=torch.bfloat16), torch.empty(0)]
+    with no_host_reads():
+        reference.zero_if_(tensors, torch.zeros(1, dtype=torch.uint8))
+    assert tensors[0].isnan().any() and tensors[1].eq(1).all()
+    reference.zero_if_(tensors, torch.ones(1, dtype=torch.uint8))
+    assert tensors[0].eq(0).all() and tensors[1].eq(0).all()
+
+
+class AdamCase:
+    """Parameters, gradients and state of several shapes, for direct calls of ``adam_step``."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        shapes = [(1,), (17,), (8, 5), (0,), (1000,)]
+        wide = torch.promote_types(dtype, torch.float32)
+        self.params = [torch.randn(s).to(dtype) for s in shapes]
+        self.masters: list[torch.Tensor | None] = [p.to(wide) if dtype != wide else None for p in self.params]
+        self.exp_avgs = [torch.randn(s).to(wide) for s in shapes]
+        self.exp_avg_sqs = [torch.rand(s).to(wide) for s in shapes]
+        self.grads = [torch.randn(s).to(dtype) for s in shapes]
+
+    def step(self, **changes: Any) -> None:
+        usual = {
+            "step": 3,
+            "lr": 0.01,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "decoupled": False,
+        }
+        lists = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters)
+        with no_host_reads():
+            reference.adam_step(*lists, **{**usual, **changes})
+
+    def tensors(self) -> list[torch.Tensor]:
+        given = [*self.params, *self.exp_avgs, *self.exp_avg_sqs, *self.masters]
+        return [t.clone() for t in given if t is not None]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam_skips_on_the_device_and_otherwise_takes_the_same_step(dtype: torch.dtype, decoupled: bool) -> None:
+    plain, unskipped, skipped = AdamCase(dtype), AdamCase(dtype), AdamCase(dtype)
+    plain.step(decoupled=decoupled)
+    unskipped.step(decoupled=decoupled, skip=torch.zeros(1, dtype=torch.uint8))
+    assert same(plain.tensors(), unskipped.tensors())
+    before = skipped.tensors()
+    skipped.grads[1][3], skipped.grads[2][0, 0] = math.nan, math.inf
+    skipped.step(decoupled=decoupled, skip=torch.ones(1, dtype=torch.uint8))
+    assert same(before, skipped.tensors())
+    assert not same(before, plain.tensors())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_adam_scale_and_clip_on_the_device_equal_scaled_gradients(dtype: torch.dtype) -> None:
+    given, device, expected = AdamCase(dtype), AdamCase(dtype), AdamCase(dtype)
+    expected.grads = [(g.to(m.dtype) * 0.25) / 8 for g, m in zip(expected.grads, expected.exp_avgs, strict=True)]
+    given.step(scale=8.0, clip=torch.tensor(0.25))
+    device.step(scale=torch.tensor([8.0]), clip=torch.tensor([0.25]))
+    expected.step()
+    assert same(expected.tensors(), given.tensors()) and same(expected.tensors(), device.tensors())
+
+
+def test_adam_holds_parameters_while_moments_move() -> None:
+    case, free = AdamCase(), AdamCase()
+    params = [p.clone() for p in case.params]
+    case.step(hold=True)
+    free.step()
+    assert same(params, case.params)
+    assert same(case.exp_avgs, free.exp_avgs) and same(case.exp_avg_sqs, free.exp_avg_sqs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_in_slices_is_adam(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, sliced = AdamCase(dtype), AdamCase(dtype)
+    whole.step()
+    monkeypatch.setattr("bmt_core.ops.reference.adam.MAX_ELEMENTS", 7)
+    sliced.step()
+    assert same(whole.tensors(), sliced.tensors())
+
+
+def test_host_flag_is_a_copy_of_the_moment() -> None:
+    flag = torch.ones(1, dtype=torch.uint8)
+    copy = HostFlag(flag)
+    flag.zero_()
+    assert copy.is_known() and copy.read() is True
+    assert HostFlag(flag).read() is False
+
+
+@pytest.mark.gpu
+def test_host_flag_waits_for_its_point_of_the_queue_only() -> None:
+    flag = torch.ones(1, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    copy = HostFlag(flag)
+    torch.cuda._sleep(2_000_000_000)
+    after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    after.record(torch.cuda.current_stream())
+    assert copy.read() is True
+    assert not after.query()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_references_give_on_a_gpu_what_they_give_on_the_cpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    tensors = [torch.randn(37).to(dtype), torch.randn(5, 3).to(dtype), torch.empty(0).to(dtype)]
+    moved = [t.to(device) for t in tensors]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        total = reference.powers_sum(moved, 2.0, [1.0, 0.5, 1.0], device)
+        flag = torch.zeros(1, dtype=torch.uint8, device=device)
+        reference.has_non_finite(moved, flag)
+        reference.scale_(moved, torch.full((), 0.3, device=device))
+        reference.zero_if_(moved[:1], flag)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(total.cpu(), reference.powers_sum(tensors, 2.0, [1.0, 0.5, 1.0], CPU))
+    reference.scale_(tensors, torch.tensor(0.3))
+    assert flag.item() == 0 and same(tensors, [t.cpu() for t in moved])

@@ -1,0 +1,258 @@
+"""``DistributedParameter``, ``DistributedModule`` and initialisation."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_core import runtime
+from bmt_core.module import DistributedModule
+from bmt_core.param_init import ParameterInitializer, grouped_parameters, init_parameters
+from bmt_core.parameter import DistributedParameter
+from bmt_core.testing import run_ranks
+
+SHAPES: list[tuple[int, ...]] = [(5, 3), (1,), (2, 2, 2), (0, 4), (), (7,)]
+
+
+def owned(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    data = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+    parameter = DistributedParameter(data, requires_grad=dtype.is_floating_point)
+    assert isinstance(parameter, nn.Parameter) and parameter.dim() == 1 and parameter.dtype == dtype
+    assert parameter._original_shape == parameter.full_shape == torch.Size(shape)
+    torch.testing.assert_close(parameter.gather().detach(), data)
+    torch.testing.assert_close(parameter.gather_all().detach(), data)
+    return {"part": parameter.detach().tolist(), "range": (parameter._start_partition, parameter._end_partition)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_element_is_on_one_rank_for_any_shape_and_dtype(world_size: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for shape in SHAPES:
+            parts = run_ranks(owned, world_size, shape, dtype)
+            whole = [value for part in parts for value in part["part"]]
+            assert whole == torch.arange(torch.Size(shape).numel()).to(dtype).flatten().tolist()
+            assert all(part["range"][1] - part["range"][0] == len(part["part"]) for part in parts)
+
+
+def gradients(dtype: torch.dtype) -> Any:
+    parameter = DistributedParameter(torch.arange(10.0, dtype=dtype).view(5, 2))
+    for factor in (1.0, 2.0):
+        whole = parameter.gather()
+        (whole * (runtime.rank() + 1) * factor).sum().backward()
+    assert parameter.grad is not None and parameter.grad.dtype == dtype and parameter.grad.shape == parameter.shape
+    (asked,) = torch.autograd.grad(parameter.gather().sum(), parameter)
+    return parameter.gather_like(parameter.grad).tolist(), parameter.gather_like(asked).tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gather_is_differentiable_and_sums_over_ranks(world_size: int, dtype: torch.dtype) -> None:
+    expected = 3.0 * sum(range(1, world_size + 1))
+    for accumulated, asked in run_ranks(gradients, world_size, dtype):
+        assert accumulated == [[expected] * 2] * 5
+        assert asked == [[float(world_size)] * 2] * 5
+
+
+def stalls(clear: str) -> list[float]:
+    parameter = DistributedParameter(torch.zeros(3, 5, dtype=torch.bfloat16))
+    for _ in range(300):
+        (parameter.gather() / runtime.world_size()).sum().backward()
+    if clear == "none":
+        parameter.grad = None
+    elif clear == "zero" and parameter.grad is not None:
+        parameter.grad.zero_()
+    if clear:
+        parameter.gather().sum().backward()
+    assert parameter.grad is not None
+    return parameter.gather_like(parameter.grad).flatten().tolist()
+
+
+@pytest.mark.parametrize(("clear", "expected"), [("", 300.0), ("none", 2.0), ("zero", 2.0)])
+def test_half_gradients_accumulate_exactly_and_clearing_clears(clear: str, expected: float) -> None:
+    for values in run_ranks(stalls, 2, clear):
+        assert values == [expected] * 15
+
+
+class Tower(DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = DistributedParameter(
+            torch.empty(5, 3), init_method=ParameterInitializer(nn.init.normal_, mean=0.0, std=2.0)
+        )
+        self.bias = DistributedParameter(torch.empty(5), init_method=nn.init.uniform_)
+        self.plain = nn.Parameter(torch.ones(2))
+        self.twin = Leaf(self._parameters["weight"])
+        self.register_buffer("steps", torch.tensor([1, 2], dtype=torch.uint8))
+        assert type(self.weight) is torch.Tensor and self.weight.shape == (5, 3)  # whole, also during construction
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias) @ self.weight + self.twin(x) + self.weight.sum()
+
+
+class Leaf(DistributedModule):
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.t()).sum(1, keepdim=True)
+
+
+def initial() -> dict[str, torch.Tensor]:
+    tower = Tower()
+    init_parameters(tower)
+    torch.testing.assert_close(tower.state_dict()["twin.weight"], tower.state_dict()["weight"])
+    return {key: value.clone() for key, value in tower.state_dict().items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_initial_values_equal_the_same_calls_in_plain_torch(world_size: int) -> None:
+    torch.manual_seed(11)
+    weight = nn.init.normal_(torch.empty(5, 3), mean=0.0, std=2.0)
+    bias = nn.init.uniform_(torch.empty(5))
+    for state in run_ranks(initial, world_size, init={"seed": 11}):
+        assert torch.equal(state["weight"], weight) and torch.equal(state["bias"], bias)
+
+
+class PlainTower(nn.Module):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight.clone()), nn.Parameter(bias.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tail = (x @ self.weight.t()).sum(1, keepdim=True)
+        y: torch.Tensor = nn.functional.linear(x, self.weight, self.bias) @ self.weight + tail + self.weight.sum()
+        return y
+
+
+def towers_gradients() -> dict[str, Any]:
+    tower = Tower()
+    init_parameters(tower)
+    state = {key: value.clone() for key, value in tower.state_dict().items()}
+    x = torch.linspace(-1, 1, 12).view(4, 3).chunk(runtime.world_size())[runtime.rank()]
+    tower(x).square().sum().backward()
+    parameters = dict(tower.named_parameters())
+    grads = {name: p.gather_like(p.grad) for name, p in parameters.items() if isinstance(p, DistributedParameter)}
+    return {"state": state, "grads": grads, "names": sorted(parameters)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_module_gradients_equal_plain_torch(world_size: int) -> None:
+    for result in run_ranks(towers_gradients, world_size):
+        plain = PlainTower(result["state"]["weight"], result["state"]["bias"])
+        plain(torch.linspace(-1, 1, 12).view(4, 3)).square().sum().backward()
+        assert result["names"] == ["bias", "plain", "weight"]
+        torch.testing.assert_close(result["grads"]["weight"], plain.weight.grad)
+        torch.testing.assert_close(result["grads"]["bias"], plain.bias.grad)
+
+
+def counted_reads() -> tuple[int, int]:
+    """Count through the group that the parameter uses."""
+    tower = Tower()
+    init_parameters(tower)
+    group = tower._parameters["weight"].group  # type: ignore[union-attr]
+    calls = {"all_gather": 0, "reduce_scatter": 0}
+    real = {name: getattr(group, name) for name in calls}
+    for name in calls:
+
+        def counting(*args: Any, name: str = name) -> Any:
+            calls[name] += 1
+            return real[name](*args)
+
+        setattr(group, name, counting)
+    tower(torch.ones(2, 3)).sum().backward()
+    return calls["all_gather"], calls["reduce_scatter"]
+
+
+def test_one_gather_and_one_reduce_per_forward_however_often_it_is_read() -> None:
+    assert run_ranks(counted_reads, 2) == [(2, 2)] * 2  # weight and bias
+
+
+def loaded() -> None:
+    tower = Tower()
+    init_parameters(tower)
+    wanted = {
+        "weight": torch.randn(5, 3),
+        "bias": torch.randn(5),
+        "plain": torch.randn(2),
+        "steps": torch.tensor([7, 8], dtype=torch.uint8),
+    }
+    wanted["twin.weight"] = wanted["weight"]
+    tower.load_state_dict(wanted)
+    torch.testing.assert_close(dict(tower.state_dict()), wanted)
+    with pytest.raises(RuntimeError, match=r"weight: the checkpoint has shape \(3, 5\), the model \(5, 3\)"):
+        tower.load_state_dict({**wanted, "weight": torch.zeros(3, 5), "twin.weight": torch.zeros(3, 5)})
+
+
+def test_state_dict_takes_and_gives_whole_tensors_buffers_and_plain_parameters() -> None:
+    run_ranks(loaded, 2)
+
+
+def copies() -> None:
+    parameter = DistributedParameter(torch.arange(7.0), init_method=ParameterInitializer(nn.init.ones_))
+    buffer = io.BytesIO()
+    torch.save(parameter, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(parameter), torch.load(buffer, weights_only=False)):
+        assert type(twin) is DistributedParameter and twin.group is parameter.group and twin is not parameter
+        assert twin.full_shape == (7,) and twin._init_method is not None
+        with torch.no_grad():
+            twin.add_(1)
+        torch.testing.assert_close(twin.gather() - 1, parameter.gather())
+    assert "shape=(7,)" in repr(parameter)
+
+
+def test_copies_and_pickles_keep_shard_group_and_init_method() -> None:
+    run_ranks(copies, 2)
+
+
+def grouped() -> Any:
+    tower = Tower()
+    ((group, parameters),) = list(grouped_parameters(tower))
+    return group.ranks, len(parameters)
+
+
+def test_grouped_parameters_gives_each_parameter_once() -> None:
+    assert run_ranks(grouped, 2) == [((0, 1), 3)] * 2
+
+
+def forms() -> None:
+    parameter = DistributedParameter(torch.arange(6.0).view(2, 3))
+    with pytest.raises(ValueError, match=r"Expected a tensor of shape \(2, 3\), not \(3, 2\)"):
+        parameter.local_part(torch.zeros(3, 2))
+    with pytest.raises(TypeError, match="made of a tensor, not of list"):
+        DistributedParameter([1.0])  # type: ignore[arg-type]
+    version = parameter._version
+    parameter.data.mul_(2)
+    assert parameter._version > version  # unlike torch's .data, writes are seen
+    torch.testing.assert_close(parameter.gather().detach(), torch.arange(6.0).view(2, 3) * 2)
+
+
+def test_wrong_values_are_named_and_writes_through_data_are_seen() -> None:
+    run_ranks(forms, 2)
+
+
+def dropout_streams() -> tuple[list[float], float]:
+    class Drop(DistributedModule):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(x)
+
+    module = Drop()
+    x = torch.ones(64)
+    first = module(x)
+    with torch.random.fork_rng():
+        pass
+    again = torch.utils.checkpoint.checkpoint(module, x.requires_grad_(), use_reentrant=False)
+    again.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, again.detach())  # the user's own checkpointing too
+    return first.tolist(), float(torch.rand(()))
+
+
+def test_dropout_differs_between_ranks_and_the_shared_stream_does_not() -> None:
+    (mask0, shared0), (mask1, shared1) = run_ranks(dropout_streams, 2)
+    assert mask0 != mask1 and shared0 == shared1

@@ -1,0 +1,590 @@
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import ClassVar
+
+import click
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore, Store
+
+from bmt_core import hookspecs
+from bmt_core.comm import CommBackend, CommContext, Group, TorchBackend
+from bmt_core.config import MeshAxis, RunSettings
+from bmt_core.errors import ConfigError, PluginError
+from bmt_core.hookspecs import hookimpl
+from bmt_core.ops import KernelProvider
+from bmt_core.plugins import PluginInfo, Registry, compare_across_ranks
+from bmt_core.plugins.comparison import RankPlugins, describe_differences
+
+HOOKS = [name for name in dir(hookspecs) if name.startswith("bmt_")]
+REPOSITORY = Path(__file__).parents[3]
+Install = Callable[..., None]
+
+OPTIMIZER = """
+from bmt_core.hookspecs import hookimpl
+import torch
+class Lion(torch.optim.SGD):
+    name = "lion"
+@hookimpl
+def bmt_optimizers():
+    return [Lion]
+"""
+
+
+def load_only(*plugins: str) -> Registry:
+    """Load the named plugins, whatever else the environment of the test has installed."""
+    installed = {entry.name for entry in entry_points(group="bmt")}
+    return Registry.load(disabled=installed - set(plugins))
+
+
+def registry_of(*plugins: object) -> Registry:
+    registry = Registry()
+    for index, plugin in enumerate(plugins):
+        registry.register(plugin, f"plugin-{index}")
+    return registry
+
+
+class Sgd(torch.optim.SGD):
+    name: ClassVar[str] = "sgd"
+
+
+class OffersSgd:
+    @hookimpl
+    def bmt_optimizers(self) -> list[type]:
+        return [Sgd]
+
+
+# --- loading ---
+
+
+def test_core_enters_by_its_entry_point() -> None:
+    registry = load_only("bmt-core")
+    assert [info.name for info in registry.describe()] == ["bmt-core"]
+    assert registry.describe()[0].distribution == "bmt-core"
+    assert registry.find("comm backend", "torch") is TorchBackend
+
+
+def test_installed_plugin_is_found_with_its_distribution_and_hooks(install: Install) -> None:
+    install("some-lion", OPTIMIZER, version="2.5")
+    registry = load_only("some-lion")
+    assert registry.describe() == [PluginInfo("some-lion", "some-lion", "2.5", ("bmt_optimizers",))]
+    assert registry.find("optimizer", "lion") is registry.optimizers["lion"]
+    assert registry.names_of("some-lion") == {"optimizer": ["lion"]}
+
+
+def test_plugins_are_loaded_described_and_told_in_the_order_of_their_names(install: Install) -> None:
+    code = """
+        from bmt_core.hookspecs import hookimpl
+        @hookimpl
+        def bmt_run_started(runtime):
+            runtime.append(__name__.split("_")[0])
+    """
+    for name in ("zebra", "ape", "mouse"):
+        install(name, code)
+    assert [entry.name for entry in entry_points(group="bmt")][:3] == ["mouse", "ape", "zebra"], "as they are found"
+    registry = load_only("zebra", "ape", "mouse")
+    told: list[str] = []
+    registry.run_started(told)  # type: ignore[arg-type]
+    assert told == ["ape", "mouse", "zebra"]
+    assert [info.name for info in registry.describe()] == ["ape", "mouse", "zebra"]
+    imported = [name.split("_")[0] for name in sys.modules if name.split("_")[0] in ("ape", "mouse", "zebra")]
+    assert imported == ["ape", "mouse", "zebra"]
+
+
+def test_import_error_names_plugin_distribution_and_cause(install: Install) -> None:
+    install("broken-lion", "import no_such_module_of_bmt", plugin="lion", version="3.0")
+    with pytest.raises(PluginError) as caught:
+        load_only("lion")
+    message = str(caught.value)
+    assert "plugin 'lion' (broken-lion 3.0)" in message
+    assert "ModuleNotFoundError: No module named 'no_such_module_of_bmt'" in message
+    assert "BMT_DISABLE_PLUGINS=lion" in message
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_all_broken_plugins_are_reported_at_once(install: Install) -> None:
+    install("first-broken", "1 / 0")
+    install("second-broken", "this is no python")
+    with pytest.raises(PluginError, match=r"(?s)first-broken.*ZeroDivisionError.*second-broken.*SyntaxError"):
+        load_only("first-broken", "second-broken")
+
+
+def test_load_what_works_keeps_the_others(install: Install) -> None:
+    install("some-lion", OPTIMIZER)
+    install("broken", "1 / 0")
+    installed = {entry.name for entry in entry_points(group="bmt")}
+    registry = Registry.load_what_works(disabled=installed - {"some-lion", "broken"})
+    assert list(registry.working("optimizer")) == ["lion"]
+    assert len(registry.examine()) == 1
+
+
+def test_disabled_plugin_is_not_even_imported(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("broken", "1 / 0")
+    install("also-broken", "1 / 0")
+    monkeypatch.setenv("BMT_DISABLE_PLUGINS", " broken , also-broken ")
+    assert {"broken", "also-broken"} <= set(load_only("bmt-core").disabled)
+
+
+def test_unknown_disabled_plugin_is_an_error_that_lists_the_known(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("some-lion", OPTIMIZER)
+    monkeypatch.setenv("BMT_DISABLE_PLUGINS", "some-loin")
+    with pytest.raises(PluginError, match=r"BMT_DISABLE_PLUGINS.*'some-loin'.*Did you mean 'some-lion'\?.*bmt-core"):
+        load_only("bmt-core", "some-lion")
+
+
+def test_two_distributions_with_one_plugin_name_are_an_error_naming_both(install: Install) -> None:
+    install("lion-of-a", OPTIMIZER, plugin="lion")
+    install("lion-of-b", OPTIMIZER, plugin="lion")
+    with pytest.raises(PluginError, match=r"'lion', of lion-of-a 1.0 and lion-of-b 1.0.*BMT_DISABLE_PLUGINS=lion"):
+        load_only("lion")
+
+
+def test_core_plugin_is_there_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a frozen program: nothing on the path has metadata, and the modules are importable all the same.
+    monkeypatch.setattr(sys, "path", [])
+    assert [info.name for info in Registry.load().describe()] == ["bmt-core"]
+    assert Registry.load().find("comm backend", "torch") is TorchBackend
+
+
+# --- rules of implementations ---
+
+
+def test_default_argument_is_refused() -> None:
+    class Defaults:
+        @hookimpl
+        def bmt_mesh_axes(self, config: RunSettings | None = None) -> list[MeshAxis]:
+            return []
+
+    with pytest.raises(
+        PluginError, match=r"argument 'config' of bmt_mesh_axes\(\) a default value.*bmt_mesh_axes\(config\)"
+    ):
+        registry_of(Defaults())
+
+
+def test_unknown_hook_is_refused_with_the_nearest_name() -> None:
+    class Typo:
+        @hookimpl
+        def bmt_optimisers(self) -> list[type]:
+            return []
+
+    with pytest.raises(PluginError, match=r"'bmt_optimisers'. Did you mean 'bmt_optimizers'"):
+        registry_of(Typo())
+
+
+def test_unknown_argument_is_refused() -> None:
+    class Misnamed:
+        @hookimpl
+        def bmt_mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
+            return []
+
+    with pytest.raises(PluginError, match=r"settings.*in bmt_mesh_axes\(\), which takes \(config\)"):
+        registry_of(Misnamed())
+
+
+def test_forgotten_marker_is_refused() -> None:
+    class Unmarked:
+        def bmt_optimizers(self) -> list[type]:
+            return []
+
+    with pytest.raises(PluginError, match=r"bmt_optimizers\(\) without @hookimpl"):
+        registry_of(Unmarked())
+
+
+def test_options_that_change_the_order_are_refused() -> None:
+    class First:
+        @hookimpl(tryfirst=True)
+        def bmt_optimizers(self) -> list[type]:
+            return []
+
+    with pytest.raises(PluginError, match="tryfirst in bmt_optimizers"):
+        registry_of(First())
+
+
+def test_plugin_without_hooks_is_refused() -> None:
+    with pytest.raises(PluginError, match="implements no hook"):
+        registry_of(object())
+
+
+def test_same_name_or_same_object_twice_is_refused() -> None:
+    registry, plugin = Registry(), OffersSgd()
+    registry.register(plugin, "a")
+    with pytest.raises(PluginError, match="Two plugins are named 'a'"):
+        registry.register(OffersSgd(), "a")
+    with pytest.raises(PluginError, match="registered already, as 'a'"):
+        registry.register(plugin, "b")
+
+
+# --- what is offered ---
+
+
+def test_name_offered_by_two_plugins_is_an_error_naming_both_and_the_way_out(install: Install) -> None:
+    install("lion-of-a", OPTIMIZER)
+    install("lion-of-b", OPTIMIZER)
+    registry = load_only("lion-of-a", "lion-of-b")
+    with pytest.raises(PluginError) as caught:
+        _ = registry.optimizers
+    assert "optimizer 'lion'" in str(caught.value)
+    assert "'lion-of-a' (lion-of-a 1.0)" in str(caught.value)
+    assert "BMT_DISABLE_PLUGINS=lion-of-a or BMT_DISABLE_PLUGINS=lion-of-b" in str(caught.value)
+    assert load_only("lion-of-b").find("optimizer", "lion").__module__.startswith("lion_of_b")
+
+
+def test_name_offered_twice_by_one_plugin_is_an_error() -> None:
+    class Twice:
+        @hookimpl
+        def bmt_optimizers(self) -> list[type]:
+            return [Sgd, Sgd]
+
+    with pytest.raises(PluginError, match=r"optimizer 'sgd' twice"):
+        registry_of(Twice()).find("optimizer", "sgd")
+
+
+def test_unknown_name_gets_the_nearest_and_all_known() -> None:
+    with pytest.raises(PluginError) as caught:
+        registry_of(OffersSgd()).find("optimizer", "sdg")
+    assert str(caught.value) == "No optimizer is named 'sdg'. Did you mean 'sgd'? Known: sgd."
+
+
+def test_unknown_kind_is_our_callers_mistake() -> None:
+    with pytest.raises(ValueError, match=r"'optimiser'. Did you mean 'optimizer'"):
+        Registry().find("optimiser", "sgd")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, r"must return a list from bmt_optimizers\(\), it returned None"),
+        ([int], "must return subclasses of Optimizer"),
+        ([Sgd([torch.zeros(1)], lr=1)], "must return subclasses of Optimizer"),
+        ([torch.optim.SGD], "needs an attribute 'name'"),
+    ],
+)
+def test_wrong_answer_is_an_error_that_names_the_plugin(answer: object, message: str) -> None:
+    class Wrong:
+        @hookimpl
+        def bmt_optimizers(self) -> object:
+            return answer
+
+    with pytest.raises(PluginError, match=f"plugin 'plugin-0' .*{message}"):
+        _ = registry_of(Wrong()).optimizers
+
+
+def test_abstract_class_is_an_error_that_says_what_is_missing() -> None:
+    class Unfinished(CommBackend):
+        name = "unfinished"
+
+        def close(self) -> None: ...
+
+    class Offers:
+        @hookimpl
+        def bmt_comm_backends(self) -> list[type[CommBackend]]:
+            return [Unfinished]
+
+    with pytest.raises(PluginError, match="does not implement: new_group"):
+        _ = registry_of(Offers()).comm_backends
+
+
+def test_raising_hook_is_an_error_that_names_plugin_and_cause() -> None:
+    class Raises:
+        @hookimpl
+        def bmt_optimizers(self) -> list[type]:
+            raise RuntimeError("no licence")
+
+    with pytest.raises(
+        PluginError, match=r"plugin 'plugin-0' failed in bmt_optimizers\(\): RuntimeError: no licence"
+    ) as caught:
+        _ = registry_of(Raises()).optimizers
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_each_kind_is_asked_once() -> None:
+    asked: list[int] = []
+
+    class Counts:
+        @hookimpl
+        def bmt_optimizers(self) -> list[type]:
+            asked.append(1)
+            return [Sgd]
+
+    registry = registry_of(Counts())
+    assert asked == []
+    for _ in range(3):
+        registry.find("optimizer", "sgd")
+    assert len(asked) == 1
+
+
+# --- one test per hook ---
+
+
+class Axes:
+    def __init__(self, *axes: MeshAxis) -> None:
+        self.axes = axes
+
+    @hookimpl
+    def bmt_mesh_axes(self, config: RunSettings) -> list[MeshAxis]:
+        return [MeshAxis(axis.name, axis.size * config.tp_size, axis.order) for axis in self.axes]
+
+
+def test_hook_bmt_mesh_axes() -> None:
+    registry = registry_of(
+        Axes(MeshAxis("tp", 1, 100), MeshAxis("b", 1, 7)), Axes(MeshAxis("a", 1, 7), MeshAxis("z", 1, 0))
+    )
+    axes = registry.mesh_axes(RunSettings(tp_size=2))
+    assert [(axis.name, axis.size) for axis in axes] == [("z", 2), ("a", 2), ("b", 2), ("tp", 2)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"),
+    [(RunSettings(tp_size=2), "bmt-tp"), (RunSettings(pipe_size=2), "bmt-pipeline")],
+)
+def test_axis_that_nobody_provides_names_the_package_to_install(settings: RunSettings, package: str) -> None:
+    with pytest.raises(ConfigError, match=f"size=2 needs the axis.*pip install {package}$"):
+        registry_of(OffersSgd()).mesh_axes(settings)
+    assert registry_of(OffersSgd()).mesh_axes(RunSettings()) == []
+
+
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_doubled_axis_is_an_error(name: str) -> None:
+    with pytest.raises(PluginError, match=f"axis '{name}' is offered twice"):
+        registry_of(Axes(MeshAxis("tp", 1, 0)), Axes(MeshAxis(name, 1, 0))).mesh_axes(RunSettings())
+
+
+def test_error_of_a_package_about_its_settings_arrives_unchanged() -> None:
+    class Refuses:
+        @hookimpl
+        def bmt_mesh_axes(self, config: RunSettings) -> list[MeshAxis]:
+            raise ConfigError("tp_size must be even")
+
+    with pytest.raises(ConfigError, match=r"^tp_size must be even$"):
+        registry_of(Refuses()).mesh_axes(RunSettings())
+
+
+def test_hook_bmt_comm_backends() -> None:
+    class Loopback(CommBackend):
+        name = "loopback"
+
+        def new_group(self, partition: object) -> Group:
+            raise NotImplementedError
+
+        def close(self) -> None: ...
+
+    class Offers:
+        @hookimpl
+        def bmt_comm_backends(self) -> list[type[CommBackend]]:
+            return [Loopback]
+
+    backend = registry_of(Offers()).find("comm backend", "loopback")
+    context = CommContext(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), store=None, timeout=1.0)
+    assert backend(context).context is context
+
+
+def test_hook_bmt_kernel_providers() -> None:
+    class Fast(KernelProvider):
+        name = "fast"
+        device_type = "cpu"
+
+        def available(self) -> str | None:
+            return None
+
+    class Offers:
+        @hookimpl
+        def bmt_kernel_providers(self) -> list[type[KernelProvider]]:
+            return [Fast]
+
+    assert registry_of(Offers()).kernel_providers == {"fast": Fast}
+
+
+def test_hook_bmt_optimizers() -> None:
+    assert registry_of(OffersSgd()).optimizers == {"sgd": Sgd}
+
+
+def test_hook_bmt_checkpoint_formats() -> None:
+    class Format:
+        name = "mine"
+
+    class Offers:
+        @hookimpl
+        def bmt_checkpoint_formats(self) -> list[type]:
+            return [Format]
+
+    assert registry_of(Offers()).checkpoint_formats == {"mine": Format}
+
+
+def test_hook_bmt_cli_commands() -> None:
+    command = click.Command("greet")
+
+    class Offers:
+        @hookimpl
+        def bmt_cli_commands(self) -> list[click.Command]:
+            return [command]
+
+    assert registry_of(Offers()).cli_commands == {"greet": command}
+
+
+class Notes:
+    def __init__(self, notes: list[str], name: str, *, fails: bool = False) -> None:
+        self.notes, self.name, self.fails = notes, name, fails
+
+    def _note(self, runtime: object) -> None:
+        self.notes.append(f"{self.name} {runtime}")
+        if self.fails:
+            raise RuntimeError("disk full")
+
+    @hookimpl
+    def bmt_run_started(self, runtime: object) -> None:
+        self._note(runtime)
+
+    @hookimpl
+    def bmt_run_stopping(self, runtime: object) -> None:
+        self._note(runtime)
+
+
+def test_hook_bmt_run_started() -> None:
+    notes: list[str] = []
+    registry_of(Notes(notes, "a"), Notes(notes, "b")).run_started("run")  # type: ignore[arg-type]
+    assert notes == ["a run", "b run"]
+
+
+def test_hook_bmt_run_stopping() -> None:
+    notes: list[str] = []
+    registry = registry_of(Notes(notes, "a", fails=True), Notes(notes, "b"))
+    with pytest.raises(PluginError, match=r"plugin 'plugin-0' failed in bmt_run_stopping.*disk full"):
+        registry.run_stopping("run")  # type: ignore[arg-type]
+    assert notes == ["a run", "b run"], "the second plugin must be told although the first failed"
+
+
+def test_plugins_added_by_hand_are_told_in_the_order_of_their_names_too() -> None:
+    notes: list[str] = []
+    registry = Registry()
+    for name in ("b", "a", "c"):
+        registry.register(Notes(notes, name), name)
+    registry.run_started("run")  # type: ignore[arg-type]
+    assert notes == ["a run", "b run", "c run"]
+    assert [info.name for info in registry.describe()] == ["a", "b", "c"]
+
+
+def test_every_hook_has_a_test() -> None:
+    tests = {node.name for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.FunctionDef)}
+    assert [hook for hook in HOOKS if f"test_hook_{hook}" not in tests] == []
+
+
+def test_every_hook_has_a_section_with_its_exact_signature() -> None:
+    headings = re.findall(r"^## `(.*)`$", (REPOSITORY / "docs" / "hooks.md").read_text(), flags=re.MULTILINE)
+    assert sorted(headings) == [_signature(hook) for hook in HOOKS]
+
+
+def _signature(hook: str) -> str:
+    signature = inspect.signature(getattr(hookspecs, hook))
+    arguments = ", ".join(f"{name}: {parameter.annotation}" for name, parameter in signature.parameters.items())
+    return f"{hook}({arguments}) -> {signature.return_annotation}"
+
+
+# --- comparison between ranks ---
+
+
+def compare(registries: list[Registry | None], timeout: float = 10.0) -> list[str]:
+    """Compare as ranks that share a store; None is a rank that never comes. Return each rank's error, "" without one."""
+    store: Store = HashStore()
+
+    def one_rank(rank: int) -> str:
+        registry = registries[rank]
+        if registry is None:
+            return "absent"
+        try:
+            compare_across_ranks(registry, store=store, rank=rank, world_size=len(registries), timeout=timeout)
+        except PluginError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(registries)) as executor:
+        return list(executor.map(one_rank, range(len(registries))))
+
+
+def test_equal_plugins_pass_on_every_rank() -> None:
+    assert compare([registry_of(OffersSgd()) for _ in range(4)]) == [""] * 4
+
+
+def test_missing_plugin_is_the_same_error_on_every_rank() -> None:
+    errors = compare([registry_of(OffersSgd())] * 3 + [registry_of()])
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("Rank 3 has other plugins than rank 0: plugin-0 is missing.")
+
+
+def test_rank_that_never_comes_is_named_within_the_timeout() -> None:
+    errors = compare([registry_of(), registry_of(), None, None], timeout=0.5)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("Ranks 2-3 have not reported plugins within 0.5 s")
+
+
+def test_rank_0_that_never_comes_does_not_hang_the_others() -> None:
+    errors = compare([None, registry_of()], timeout=0.3)
+    assert errors[1].startswith("Rank 0 reported no plugins within 0.3 s")
+
+
+LION = PluginInfo("lion", "bmt-lion", "1.0", ("bmt_optimizers",))
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "difference"),
+    [
+        (RankPlugins(()), RankPlugins((LION,)), "lion is extra."),
+        (RankPlugins((), ("lion",)), RankPlugins((LION,)), "lion is extra (rank 0 turned it off)."),
+        (RankPlugins((LION,)), RankPlugins((), ("lion",)), "lion is missing (turned off by BMT_DISABLE_PLUGINS)."),
+        (
+            RankPlugins((LION,)),
+            RankPlugins((PluginInfo("lion", "bmt-lion", "1.1", LION.hooks),)),
+            "lion is version 1.1 instead of version 1.0.",
+        ),
+        (
+            RankPlugins((LION,)),
+            RankPlugins((PluginInfo("lion", "lion-fork", "1.0", LION.hooks),)),
+            "lion is lion-fork 1.0 instead of bmt-lion 1.0.",
+        ),
+        (
+            RankPlugins((LION,)),
+            RankPlugins((PluginInfo("lion", "bmt-lion", "1.0", ("bmt_cli_commands",)),)),
+            "lion is implementing bmt_cli_commands instead of implementing bmt_optimizers.",
+        ),
+    ],
+)
+def test_difference_says_what_is_other(rank_0: RankPlugins, rank_1: RankPlugins, difference: str) -> None:
+    message = describe_differences([rank_0, rank_1]).splitlines()[0]
+    assert message == f"Rank 1 has other plugins than rank 0: {difference}"
+
+
+names = st.sampled_from(["ape", "bee", "cat"])
+infos = st.builds(PluginInfo, names, names, st.sampled_from(["1", "2"]), st.tuples(st.sampled_from(HOOKS)))
+rank_plugins = st.builds(
+    RankPlugins,
+    plugins=st.lists(infos, max_size=3, unique_by=lambda info: info.name).map(tuple),
+    disabled=st.lists(names, max_size=2).map(tuple),
+)
+
+
+@given(st.lists(rank_plugins, min_size=1, max_size=6))
+def test_exactly_the_ranks_that_differ_from_rank_0_are_named(reports: list[RankPlugins]) -> None:
+    named: set[int] = set()
+    for line in describe_differences(reports).splitlines():
+        if head := re.match(r"Ranks? ([\d, -]+) ha", line):
+            for span in head[1].split(", "):
+                first, _, last = span.partition("-")
+                named.update(range(int(first), int(last or first) + 1))
+    expected = [set(report.plugins) for report in reports]
+    assert named == {rank for rank, plugins in enumerate(expected) if plugins != expected[0]}
+
+
+@given(rank_plugins)
+def test_report_survives_the_store(report: RankPlugins) -> None:
+    assert RankPlugins.from_json(report.to_json()) == report

@@ -1,0 +1,67 @@
+"""The pytest side of the testing kit, in a pytest of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = """
+import os
+
+import pytest
+
+from bmt_core.testing import run_ranks
+
+
+def world_size():
+    return int(os.environ["WORLD_SIZE"])
+
+
+def test_on_one_rank():
+    assert run_ranks(world_size, 1, init=None) == [1]
+
+
+def test_on_two_ranks(run_ranks):
+    assert run_ranks(world_size, 2, init=None) == [2, 2]
+
+
+def test_that_fails_on_two_ranks():
+    assert run_ranks(world_size, 2, init=None) == [1, 1]
+
+
+@pytest.mark.ranks(4)
+def test_that_starts_four_ranks_by_itself():
+    pass
+
+
+@pytest.mark.gpu
+def test_on_gpu():
+    pass
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["one process", "xdist"])
+def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped(tmp_path: Path, options: list[str]) -> None:
+    if options:
+        pytest.importorskip("xdist")
+    (tmp_path / "test_something.py").write_text(TESTS)
+    plugin = ["-p", "bmt_core.testing.pytest_plugin", "--strict-markers", "--import-mode=importlib", "-rs"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, *options],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "3 tests ran on several ranks\n" in result.stdout
+    if torch.cuda.is_available():
+        assert "1 failed, 4 passed" in result.stdout
+    else:
+        assert "1 failed, 3 passed, 1 skipped" in result.stdout
+        assert "needs a CUDA device: torch.cuda.is_available() is False" in result.stdout

@@ -1,0 +1,194 @@
+"""Start, state and end of a run."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from bmt_core import runtime
+from bmt_core.comm import TorchBackend
+from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.testing import rank_pool, run_ranks
+from bmt_core.topology import Topology
+
+
+def state() -> dict[str, Any]:
+    config = runtime.config
+    comms = ["comm", "zero_comm", "tp_comm", "tp_zero_comm", "pipe_comm", "pp_zero_comm", "pp_tp_zero_comm"]
+    with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
+        config.wrold_size
+    with pytest.raises(TypeError):
+        config["rank"] = 3  # type: ignore[index]
+    config["calc_stream"].wait_stream(config.load_stream)
+    for name in ("tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_stream"):
+        config[name].synchronize()
+    config.load_event.record()
+    assert isinstance(config.topology, Topology)
+    assert set(config) >= {"initialized", "rank", "topology", *comms}
+    return {"groups": {name: config[name].ranks for name in comms}, "rank": config.rank, "tp": config["tp_size"]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_config_answers_every_key_and_single_groups_for_missing_axes(world_size: int) -> None:
+    everyone = tuple(range(world_size))
+    for rank, seen in enumerate(run_ranks(state, world_size)):
+        alone = {"tp_comm", "pipe_comm"}
+        assert seen["rank"] == rank and seen["tp"] == 1
+        assert seen["groups"] == {name: (rank,) if name in alone else everyone for name in seen["groups"]}
+
+
+def test_before_init_questions_have_answers_and_work_an_error() -> None:
+    assert (runtime.rank(), runtime.world_size(), runtime.is_initialized()) == (0, 1, False)
+    assert runtime.config.initialized is False
+    with pytest.raises(NotInitializedError, match=r"Call init_distributed\(\) first"):
+        runtime.current()
+    with pytest.raises(RuntimeError, match="not initialised"):
+        runtime.config["topology"]
+    runtime.shutdown()
+
+
+def cycles() -> list[int]:
+    ranks = []
+    for _ in range(3):
+        runtime.init_distributed(device="cpu")
+        with pytest.raises(ConfigError, match="initialised already"):
+            runtime.init_distributed(device="cpu")
+        total = torch.ones(1)
+        runtime.current().world.all_reduce(total).wait()
+        runtime.synchronize()
+        ranks.append(int(total))
+        runtime.shutdown()
+        runtime.shutdown()
+        assert not runtime.is_initialized()
+    return ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_init_shutdown_init_works_in_one_process(world_size: int) -> None:
+    assert run_ranks(cycles, world_size, init=None) == [[world_size] * 3] * world_size
+
+
+def settings_left_alone() -> bool:
+    before = (
+        torch.get_num_threads(),
+        os.sched_getaffinity(0),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.enabled,
+    )
+    runtime.init_distributed(device="cpu")
+    after = (
+        torch.get_num_threads(),
+        os.sched_getaffinity(0),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.enabled,
+    )
+    return before == after
+
+
+def test_threads_affinity_and_cudnn_stay_the_users() -> None:
+    assert run_ranks(settings_left_alone, 2, init=None) == [True, True]
+
+
+def pinned() -> set[int]:
+    before = os.sched_getaffinity(0)
+    try:
+        runtime.init_distributed(device="cpu", pin_cpu=True)
+        return os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="two shares of one core are the same core")
+def test_pin_cpu_gives_each_rank_its_share() -> None:
+    first, second = run_ranks(pinned, 2, init=None)
+    assert first and second and not first & second
+
+
+def draws() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(numpy.random.rand())
+
+
+def test_every_rank_is_seeded_alike_and_as_plain_torch() -> None:
+    torch.manual_seed(7)
+    random.seed(7)
+    numpy.random.seed(7)
+    assert run_ranks(draws, 2, init={"seed": 7}) == [draws()] * 2
+
+
+def announced(capture: bool = True) -> str:
+    import contextlib
+    import io
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        runtime.init_distributed(device="cpu")
+    return text.getvalue()
+
+
+def test_one_line_on_rank_0_says_what_runs() -> None:
+    first, second = run_ranks(announced, 2, init=None)
+    assert first.count("\n") == 1 and second == ""
+    for word in ("2 ranks", "dp=2", "cpu", "backend torch", "kernels", "bmt-core"):
+        assert word in first
+
+
+BAD = [
+    ({"tp_size": 3}, {}, "ConfigError", "tp"),
+    ({"zero_level": 9}, {}, "ConfigError", "zero_level must be one of"),
+    ({"device": "tpu:0"}, {}, "RuntimeError", "tpu"),
+    ({"device": "meta"}, {}, "ConfigError", "device must be cpu or cuda"),
+    ({"comm_backend": "torhc"}, {}, "PluginError", "Did you mean 'torch'"),
+    ({}, {"BMT_COMM_BACKEND": "nothing"}, "PluginError", "nothing"),
+    ({}, {"RANK": "9"}, "ConfigError", "RANK=9 is outside"),
+]
+
+
+def start(arguments: dict[str, Any]) -> None:
+    runtime.init_distributed(**{"device": "cpu", "timeout": 20, **arguments})
+
+
+@pytest.mark.parametrize(("arguments", "env", "kind", "message"), BAD)
+def test_bad_settings_fail_on_every_rank_with_one_clear_error(
+    arguments: dict[str, Any], env: dict[str, str], kind: str, message: str
+) -> None:
+    for outcome in rank_pool(2).outcomes(start, arguments, init=None, env=env, timeout=30):
+        assert outcome.error_type == kind and message in (outcome.error_message or "")
+
+
+def one_rank_cannot_start() -> None:
+    runtime.init_distributed(device="meta" if os.environ["RANK"] == "1" else "cpu", timeout=20)
+
+
+def test_a_rank_that_cannot_start_is_named_on_all_others() -> None:
+    first, second = rank_pool(2).outcomes(one_rank_cannot_start, init=None, timeout=30)
+    assert first.error_type == second.error_type == "ConfigError"
+    assert "Rank 1 failed to start: device must be cpu or cuda" in (first.error_message or "")
+    assert (second.error_message or "").startswith("device must be cpu or cuda")
+
+
+def own_backend() -> str:
+    class Mine(TorchBackend):
+        name = "mine"
+
+    runtime.init_distributed(device="cpu", comm_backend=Mine)
+    return runtime.current().backend.name
+
+
+def test_where_a_name_is_accepted_a_class_is_too() -> None:
+    assert run_ranks(own_backend, 2, init=None) == ["mine", "mine"]
+
+
+def absent() -> None:
+    if os.environ["RANK"] == "0":
+        runtime.init_distributed(device="cpu", timeout=2)
+
+
+def test_ranks_that_never_start_are_named() -> None:
+    first, _ = rank_pool(2).outcomes(absent, init=None, timeout=30)
+    assert first.error_type == "RemoteError"
+    assert "After 2 s these ranks have not started: 1" in (first.error_message or "")

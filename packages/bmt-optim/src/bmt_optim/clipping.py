@@ -1,0 +1,43 @@
+"""The norm of gradients over all ranks, and clipping by it, without the host ever seeing a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from bmt_core.parameter import DistributedParameter
+from bmt_optim.run import kernels_for, world
+
+
+def clip(
+    parameters: Sequence[torch.nn.Parameter], max_norm: float, p: float, eps: float, device: torch.device
+) -> torch.Tensor:
+    """Multiply the gradients of ``parameters`` by ``max_norm / (N + eps)`` if that is below 1, and return N. Collective.
+
+    N is a 0-dim float32 tensor on ``device``. When it is not finite (also because finite squares add up to infinity) the
+    gradients become NaN: multiplying them by 0 would pass for a step.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    weights = [1.0 / _replicas(parameter) for parameter in parameters if parameter.grad is not None]
+    kernels = kernels_for(grads, device)
+    norm = _over_all_ranks(kernels.powers_sum(grads, p, weights, device), p)
+    factor = (max_norm / (norm + eps)).clamp(max=1.0)
+    kernels.scale_(grads, factor.masked_fill(~norm.isfinite(), math.nan))
+    return norm
+
+
+def _over_all_ranks(local: torch.Tensor, p: float) -> torch.Tensor:
+    if p == math.inf:
+        # Engines differ in what the maximum of NaN and a number is.
+        largest = local.nan_to_num(nan=math.inf, posinf=math.inf)
+        world().all_reduce(largest, "max").wait()
+        return largest
+    world().all_reduce(local).wait()
+    return local.pow(1.0 / p)
+
+
+def _replicas(parameter: torch.nn.Parameter) -> int:
+    # An ordinary parameter is whole on every rank, with the same gradient: it has been summed before.
+    return parameter.replicas if isinstance(parameter, DistributedParameter) else world().size

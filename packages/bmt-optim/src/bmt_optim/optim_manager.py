@@ -1,0 +1,385 @@
+"""``OptimManager``: loss scaling, overflow, clipping and stepping for any number of optimizers.
+
+[Note: who reads the overflow flag]
+Whether a gradient of any rank is infinite or NaN is one flag on the device. Skipping a step needs a decision on the host for
+an optimizer that knows nothing of flags (most of torch's own, any third party's) and for a scheduler that cannot go back: then
+``step`` reads the flag, and on CUDA the device idles for as long as the host takes to launch the optimizer.
+
+When every optimizer can skip on the device (it has torch's ``_step_supports_amp_scaling``: ``AdamOptimizer``, torch's fused ones)
+and every scheduler is one of bmt's, ``step`` launches the optimizers with the flag, clears the gradients on the device where it is
+set, steps the schedulers as if it were not, and sends a copy of the flag to the host. The next call that needs the outcome
+(:meth:`OptimManager.settle`) finds it there, changes the scale, and takes the schedulers back if the step was skipped. Parameters
+and moments are the same either way; only a scheduler looked at between a skipped step and the next call is one step ahead.
+On the CPU there is nothing to wait for, and the flag is read at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from bmt_core.comm.objects import broadcast_object, together
+from bmt_core.errors import CheckpointError
+from bmt_core.ops import HostFlag
+from bmt_core.runtime import current, is_initialized, rank
+from bmt_optim.clipping import clip
+from bmt_optim.logical_state import Named, load_logical_state, logical_state
+from bmt_optim.loss_scale import LossScale
+from bmt_optim.lr_scheduler import WarmupLRScheduler
+from bmt_optim.plain_gradients import PlainGradients
+from bmt_optim.rank_state import check_rank_state, load_rank_state, rank_state
+from bmt_optim.run import kernels_for, world
+
+NonFinite = Literal["skip", "raise", "ignore"]
+logger = logging.getLogger("bmt_optim")
+
+
+class OptimManager:
+    """Steps several optimizers, with their schedulers, as one.
+
+    Every iteration: ``zero_grad()``, ``backward(loss)`` (as often as there are micro-batches), ``clip_grad_norm(...)`` if
+    wanted, ``step()``. All of them are collective: every rank calls them in the same order.
+
+    Gradients of sharded parameters are *sums* over all ranks. ``backward`` multiplies the loss by ``loss_scale / grad_scale``,
+    first; ``grad_scale`` is by default the number of ranks that hold different data (the world over tp), so that gradients
+    are those of the mean loss over all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and
+    ``optimizer.step()`` without a manager are safe too, with the sums. Gradients of *ordinary* parameters are local until
+    ``clip_grad_norm`` or ``step`` sums them over all ranks, once per step; ``sum_plain_gradients=False`` if your program does.
+
+    ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
+    divided by ``loss_scale_factor`` but not below ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps.
+    After ``loss_scale_steps`` clean steps the scale is multiplied by the factor, not above ``max_loss_scale``.
+
+    ``non_finite`` says what happens to such a step without loss scaling: ``"skip"`` it with a ``RuntimeWarning`` on rank 0,
+    ``"raise"`` :class:`FloatingPointError` on every rank (then the host reads the flag in every step), or ``"ignore"``: take the
+    step unchecked. ``skipped_steps`` counts.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float = 2,
+        loss_scale_steps: int = 1024,
+        min_loss_scale: float = 1,
+        max_loss_scale: float = math.inf,
+        grad_scale: float | None = None,
+        *,
+        non_finite: NonFinite = "skip",
+        sum_plain_gradients: bool = True,
+    ) -> None:
+        if non_finite not in ("skip", "raise", "ignore"):
+            raise ValueError(f"non_finite must be 'skip', 'raise' or 'ignore', not {non_finite!r}.")
+        self._scale = LossScale(
+            value=loss_scale,
+            factor=loss_scale_factor,
+            steps=loss_scale_steps,
+            minimum=min_loss_scale,
+            maximum=max_loss_scale,
+        )
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_schedulers: list[Any] = []
+        self.non_finite = non_finite
+        self.sum_plain_gradients = sum_plain_gradients
+        self.skipped_steps = 0
+        self._grad_scale = grad_scale
+        self._plain = PlainGradients()
+        self._outcome: _Outcome | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that losses are multiplied by; 1 without loss scaling."""
+        self.settle()
+        return 1 if self._scale.value is None else self._scale.value
+
+    @property
+    def loss_scale_enabled(self) -> bool:
+        """Whether there is loss scaling."""
+        return self._scale.value is not None
+
+    @property
+    def steps_since_last_scale(self) -> int:
+        """Number of clean steps since the scale changed."""
+        self.settle()
+        return self._scale.steps_since_last_scale
+
+    @property
+    def grad_scale(self) -> float:
+        """What losses are divided by: the number of ranks that hold different data, unless it was given."""
+        if self._grad_scale is not None:
+            return self._grad_scale
+        return current().topology.data_size if is_initialized() else 1
+
+    @grad_scale.setter
+    def grad_scale(self, value: float | None) -> None:
+        self._grad_scale = value
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
+
+        An optimizer whose ``step`` has a parameter ``scale`` is given the loss scale; for any other the gradients are divided by
+        it, in place and in their own dtype, before its ``step``.
+        """
+        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+            raise TypeError(f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not.")
+        if any(optimizer is known for known in self.optimizers):
+            raise ValueError("This optimizer was added already.")
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of all optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self._plain.forget()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on."""
+        self._plain.forget()
+        return loss * (self.loss_scale / self.grad_scale)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Scale ``loss`` and run its backward pass, including all reductions of gradients."""
+        self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, param_groups: Iterable[Any], max_norm: float, norm_type: float | str = 2, eps: float = 1e-6
+    ) -> torch.Tensor:
+        """Multiply all gradients by ``max_norm * loss_scale / (N + eps)`` if that is below 1; return ``N / loss_scale``.
+
+        N is the p-norm (``norm_type`` p, ``"inf"`` for the largest magnitude), formed in float32, over the gradients of
+        ``param_groups`` (such groups as ``optimizer.param_groups``, or parameters) of all ranks, replicas counted once. The
+        result is a 0-dim tensor; nothing is read on the host. When N is not finite the gradients become NaN, for ``step`` to find.
+        """
+        p = float(norm_type)
+        if not p > 0:
+            raise ValueError(f"norm_type must be positive or 'inf', it is {norm_type!r}.")
+        parameters = _unique(_parameters(param_groups))
+        self._sum_plain(_unique([*self._all_parameters(), *parameters]))
+        scale = self.loss_scale
+        return clip(parameters, max_norm * scale, p, eps, self._device()) / scale
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step all optimizers and then their schedulers, unless a gradient is not finite: see the class."""
+        self.settle()
+        parameters = _unique(self._all_parameters())
+        self._sum_plain(parameters)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        flag = self._non_finite(grads)
+        self._plain.forget()
+        if flag is not None and self._can_skip_on_device(flag):
+            schedulers = [s for s in self.lr_schedulers if s is not None]
+            self._outcome = _Outcome(HostFlag(flag), [(s, s.num_iter) for s in schedulers])
+            kernels_for(grads, self._device()).zero_if_(grads, flag)
+            self._apply(flag.reshape(()).float())
+        elif flag is not None and flag.item():
+            self._refuse()
+        else:
+            self._apply(None)
+            self._scale.after_step()
+
+    def settle(self) -> None:
+        """Learn whether the last step was skipped, and do on the host what follows: see [Note: who reads the overflow flag]."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        for optimizer in self.optimizers:
+            getattr(optimizer, "settle", _nothing)()
+        if not outcome.skipped.read():
+            self._scale.after_step()
+            return
+        for scheduler, num_iter in outcome.schedulers:
+            scheduler.step(num_iter)
+        self._report_skip()
+
+    def state_dict(self, gather_opt: bool = False, *, named_parameters: Named | None = None) -> dict[str, Any]:
+        """Return everything that a resumed training needs to go on bit for bit, apart from the parameters.
+
+        By default that is this rank's part, for the same rank at the same world size; nothing is communicated. ``gather_opt``: the
+        optimizer state is whole, by parameter name, loadable at any world size; it is collected on rank 0, tensor by tensor, and
+        empty on all others. Names come from ``named_parameters`` (``model.named_parameters()``); without, from optimizers that were
+        given them, or from the place in the optimizers. Collective.
+        """
+        self.settle()
+        common = {
+            "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
+            "skipped_steps": self.skipped_steps,
+            **self._scale.state_dict(),
+        }
+        if gather_opt:
+            return {**common, "logical": logical_state(self.optimizers, named_parameters)}
+        return {**common, **rank_state(self.optimizers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, named_parameters: Named | None = None) -> None:
+        """Take over a state that :meth:`state_dict` returned, with or without ``gather_opt``. Collective.
+
+        Of a gathered state, rank 0 alone needs the contents. Raises :class:`CheckpointError` on every rank, with nothing changed,
+        when the state does not fit: other numbers of optimizers, other shapes, or a rank's state at another world size.
+        """
+        self.settle()
+        is_gathered = "logical" in state_dict
+        with together(world(), "OptimManager.load_state_dict"):
+            self._check_schedulers(state_dict["lr_schedulers"])
+            if not is_gathered:
+                check_rank_state(self.optimizers, state_dict)
+        # Only after every rank has found its state in order does any rank change.
+        if is_gathered:
+            load_logical_state(self.optimizers, state_dict["logical"], named_parameters)
+        else:
+            with together(world(), "OptimManager.load_state_dict"):
+                load_rank_state(self.optimizers, state_dict)
+        for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
+            if scheduler is not None:
+                scheduler.load_state_dict(saved)
+        self._scale.load_state_dict(dict(state_dict))
+        self.skipped_steps = state_dict.get("skipped_steps", 0)
+        self._plain.forget()
+
+    def logical_state(self, named_parameters: Named | None = None) -> dict[str, Any] | None:
+        """Return ``state_dict(gather_opt=True)`` on rank 0 and None elsewhere: what a checkpoint stores. Collective."""
+        state = self.state_dict(gather_opt=True, named_parameters=named_parameters)
+        return state if rank() == 0 else None
+
+    def load_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
+        """Take over what :meth:`logical_state` returned at any world size; rank 0 alone needs it. Collective."""
+        head = None if state is None else {**state, "logical": {**state["logical"], "parameters": {}}}
+        head = broadcast_object(head, world())
+        if head is None:
+            raise CheckpointError("Rank 0 was given no optimizer state. Pass what logical_state() returned there.")
+        self.load_state_dict(head if state is None else state, named_parameters=named_parameters)
+
+    def _check_schedulers(self, states: Sequence[Any]) -> None:
+        found = [saved is not None for saved in states]
+        expected = [scheduler is not None for scheduler in self.lr_schedulers]
+        if found != expected:
+            raise CheckpointError(
+                f"The state is of {len(found)} optimizers, {sum(found)} with a scheduler; this manager has {len(expected)},"
+                f" {sum(expected)} with a scheduler, or in another order. Add the same ones before loading."
+            )
+
+    def _all_parameters(self) -> list[torch.nn.Parameter]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    def _sum_plain(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if self.sum_plain_gradients:
+            self._plain.sum(parameters, world())
+
+    def _device(self) -> torch.device:
+        if is_initialized():
+            return current().device
+        return next((p.device for p in self._all_parameters()), torch.device("cpu"))
+
+    def _non_finite(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return a flag on the device, equal on all ranks: whether any gradient is not finite. None: nobody wants to know."""
+        if not self.loss_scale_enabled and self.non_finite == "ignore":
+            return None
+        flag = torch.zeros(1, dtype=torch.uint8, device=self._device())
+        kernels_for(grads, self._device()).has_non_finite(grads, flag)
+        world().all_reduce(flag, "max").wait()
+        return flag
+
+    def _can_skip_on_device(self, flag: torch.Tensor) -> bool:
+        if _is_free_to_read(flag) or (not self.loss_scale_enabled and self.non_finite == "raise"):
+            return False
+        return all(getattr(o, "_step_supports_amp_scaling", False) for o in self.optimizers) and all(
+            s is None or isinstance(s, WarmupLRScheduler) for s in self.lr_schedulers
+        )
+
+    def _apply(self, found_inf: torch.Tensor | None) -> None:
+        """Step the optimizers, which skip on the device where ``found_inf`` is set, and the schedulers."""
+        for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
+            if found_inf is None:
+                self._step_one(optimizer)
+            else:
+                with _Attribute(optimizer, "found_inf", found_inf):
+                    self._step_one(optimizer)
+            if scheduler is not None:
+                scheduler.step()
+
+    def _step_one(self, optimizer: Any) -> None:
+        scale = 1 if self._scale.value is None else self._scale.value
+        if "scale" in inspect.signature(optimizer.step).parameters:
+            optimizer.step(scale=scale)
+        elif scale == 1:
+            optimizer.step()
+        elif hasattr(optimizer, "found_inf"):
+            with _Attribute(optimizer, "grad_scale", torch.full((), float(scale), device=self._device())):
+                optimizer.step()
+        else:
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            kernels_for(grads, self._device()).scale_(grads, torch.full((), 1.0 / scale, device=self._device()))
+            optimizer.step()
+
+    def _refuse(self) -> None:
+        """Do instead of a step what the settings say about a gradient that is not finite."""
+        if not self.loss_scale_enabled and self.non_finite == "raise":
+            raise FloatingPointError(
+                "A gradient is infinite or NaN on some rank. The step was not taken; the gradients are there to look at."
+            )
+        self.zero_grad()
+        self._report_skip()
+
+    def _report_skip(self) -> None:
+        self.skipped_steps += 1
+        before = self._scale.value
+        self._scale.after_overflow()
+        if rank() != 0:
+            return
+        if before != self._scale.value:
+            logger.info("Gradient overflow: loss scale %g -> %g, step skipped.", before, self._scale.value)
+            return
+        at_minimum = "" if before is None else f" at the smallest loss scale ({before:g})"
+        warnings.warn(
+            f"A gradient is infinite or NaN{at_minimum}: step skipped ({self.skipped_steps} so far).",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+class _Outcome:
+    """A step whose outcome the host does not know yet, and where its schedulers were before it."""
+
+    def __init__(self, skipped: HostFlag, schedulers: list[tuple[WarmupLRScheduler, int]]) -> None:
+        self.skipped = skipped
+        self.schedulers = schedulers
+
+
+class _Attribute:
+    """Sets an attribute for a while: how torch's optimizers are told of flags and scales on the device."""
+
+    def __init__(self, owner: Any, name: str, value: object) -> None:
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> None:
+        setattr(self._owner, self._name, self._value)
+
+    def __exit__(self, *_: object) -> None:
+        delattr(self._owner, self._name)
+
+
+def _is_free_to_read(flag: torch.Tensor) -> bool:
+    return flag.device.type == "cpu"
+
+
+def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
+    if isinstance(param_groups, torch.Tensor):
+        return [param_groups]  # type: ignore[list-item]
+    found: list[torch.nn.Parameter] = []
+    for item in param_groups:
+        found.extend(item["params"] if isinstance(item, Mapping) else [item])
+    return found
+
+
+def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return list(dict.fromkeys(parameters))
+
+
+def _nothing() -> None:
+    return None

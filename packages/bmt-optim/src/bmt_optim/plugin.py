@@ -1,0 +1,16 @@
+"""What this package gives to bmt's registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bmt_core.hookspecs import hookimpl
+from bmt_optim.adam import AdamOptimizer
+
+
+@hookimpl
+def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
+    """The optimizers that ``optim.create`` finds by name."""
+    return [AdamOptimizer]

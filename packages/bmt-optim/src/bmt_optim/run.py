@@ -1,0 +1,27 @@
+"""What optimizers need of the run, with or without ``init_distributed()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from bmt_core.comm.api import Group
+from bmt_core.comm.torch_backend import SingleGroup
+from bmt_core.ops import REFERENCE, Kernels
+from bmt_core.runtime import current, is_initialized
+
+
+def world() -> Group:
+    """Return the group of all ranks: without a run, this process alone."""
+    return current().world if is_initialized() else SingleGroup(0)
+
+
+def kernels_on(device: torch.device) -> Kernels:
+    """Return the run's kernels if they serve ``device``, otherwise (or without a run) the plain-torch reference."""
+    return current().kernels.on(device) if is_initialized() else REFERENCE
+
+
+def kernels_for(tensors: Iterable[torch.Tensor], device: torch.device) -> Kernels:
+    """Return the kernels for ``tensors`` if all are on ``device``; the reference takes any mixture."""
+    return kernels_on(device) if all(tensor.device == device for tensor in tensors) else REFERENCE

@@ -1,0 +1,401 @@
+"""``AdamOptimizer`` against ``torch.optim.Adam`` and against the formula in double precision."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bmt_core.errors import CheckpointError
+from bmt_core.parameter import DistributedParameter
+from bmt_optim import AdamOptimizer
+
+HALVES = [torch.float16, torch.bfloat16]
+SHAPES = [(3, 5), (17,), (1,), (0,), (2, 3, 4)]
+
+
+def parameters(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(params: list[torch.nn.Parameter], step: int, *, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+class Formula:
+    """The update in double precision, from API to numbers, one parameter at a time."""
+
+    def __init__(self, params: list[torch.nn.Parameter], *, lr: float, wd: float, decoupled: bool) -> None:
+        self.p = [p.detach().double() for p in params]
+        self.m = [torch.zeros_like(p) for p in self.p]
+        self.v = [torch.zeros_like(p) for p in self.p]
+        self.lr, self.wd, self.decoupled, self.t = lr, wd, decoupled, 0
+
+    def step(self, grads: list[torch.Tensor]) -> None:
+        self.t += 1
+        for i, grad in enumerate(grads):
+            g = grad.double() + (0.0 if self.decoupled else self.wd) * self.p[i]
+            self.m[i] = 0.9 * self.m[i] + 0.1 * g
+            self.v[i] = 0.999 * self.v[i] + 0.001 * g * g
+            update = (self.m[i] / (1 - 0.9**self.t)) / ((self.v[i] / (1 - 0.999**self.t)).sqrt() + 1e-8)
+            decay = self.wd * self.p[i] if self.decoupled else 0.0
+            self.p[i] = self.p[i] - self.lr * update - self.lr * decay
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_float32_equals_torch_in_every_bit(weight_decay: float, foreach: bool) -> None:
+    ours, theirs = parameters(), parameters()
+    mine = AdamOptimizer(ours, lr=0.01, weight_decay=weight_decay)
+    torchs = torch.optim.Adam(theirs, lr=0.01, weight_decay=weight_decay, foreach=foreach)
+    for step in range(20):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        mine.step()
+        torchs.step()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(mine.state[a]["exp_avg_sq"], torchs.state[b]["exp_avg_sq"])
+
+
+def test_decoupled_float32_equals_adamw_in_every_bit() -> None:
+    ours, theirs = parameters(), parameters()
+    mine = AdamOptimizer(ours, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
+    torchs = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
+    for step in range(10):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        mine.step()
+        torchs.step()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=5),
+    lr=st.floats(1e-5, 1.0),
+    betas=st.tuples(st.floats(0.0, 0.99), st.floats(0.0, 0.999)),
+    weight_decay=st.floats(0.0, 1.0),
+    seed=st.integers(0, 1000),
+)
+def test_float32_equals_torch_for_all_sizes_and_settings(
+    sizes: list[int], lr: float, betas: tuple[float, float], weight_decay: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    ours = [torch.nn.Parameter(torch.randn(size)) for size in sizes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    mine = AdamOptimizer(ours, lr=lr, betas=betas, weight_decay=weight_decay)
+    torchs = torch.optim.Adam(theirs, lr=lr, betas=betas, weight_decay=weight_decay)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        mine.step()
+        torchs.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("decoupled", [None, True, False])
+def test_half_parameters_follow_the_formula_and_are_the_master_rounded_to_nearest(
+    dtype: torch.dtype, decoupled: bool | None
+) -> None:
+    params = parameters(dtype)
+    optimizer = AdamOptimizer(params, lr=0.01, weight_decay=0.1, decoupled_weight_decay=decoupled)
+    formula = Formula(params, lr=0.01, wd=0.1, decoupled=decoupled is not False)
+    for step in range(30):
+        give_gradients(params, step)
+        formula.step([p.grad for p in params if p.grad is not None])
+        optimizer.step()
+    for p, expected in zip(params, formula.p, strict=True):
+        state = optimizer.state[p]
+        assert state["_param_fp32"].dtype == state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+        torch.testing.assert_close(state["_param_fp32"].double(), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(p.detach(), state["_param_fp32"].to(dtype))
+
+
+def test_small_updates_of_half_parameters_add_up_in_the_master() -> None:
+    p = torch.nn.Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
+    optimizer = AdamOptimizer([p], lr=0.01)
+    for _ in range(300):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[p]["_param_fp32"], torch.full((4,), 253.0), rtol=1e-4, atol=0)
+    assert p[0] == 253.0  # in bfloat16 alone, 256 - 0.01 is 256 for ever
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_scale_divides_the_gradients_in_float32(dtype: torch.dtype) -> None:
+    scaled, plain = parameters(dtype), parameters(dtype)
+    one, other = AdamOptimizer(scaled, lr=0.01), AdamOptimizer(plain, lr=0.01)
+    for step in range(5):
+        give_gradients(scaled, step)
+        give_gradients(plain, step)
+        for p in scaled:
+            assert p.grad is not None
+            p.grad *= 512  # exact in every dtype here
+        one.step(scale=512)
+        other.step()
+        assert all(torch.equal(a, b) for a, b in zip(scaled, plain, strict=True))
+
+
+def test_float16_moments_do_not_overflow_when_the_scale_grows() -> None:
+    p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = AdamOptimizer([p], lr=0.01)
+    for scale in (2.0**10, 2.0**15, 2.0**15):
+        p.grad = torch.full((3,), 60000.0, dtype=torch.float16)
+        optimizer.step(scale=scale)
+    state = optimizer.state[p]
+    assert state["exp_avg_sq"].dtype == torch.float32 and state["exp_avg_sq"].isfinite().all()
+    p.grad = torch.full((3,), 60000.0, dtype=torch.float16)
+    optimizer.step()  # 60000 squared is far beyond float16
+    assert state["exp_avg_sq"].isfinite().all() and p.isfinite().all()
+    assert state["exp_avg_sq"][0] == pytest.approx(0.001 * 60000.0**2, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hold_steps_moves_moments_and_not_parameters_for_exactly_that_many_steps(dtype: torch.dtype) -> None:
+    held, free = parameters(dtype), parameters(dtype)
+    optimizer, reference = AdamOptimizer(held, lr=0.1, hold_steps=3), AdamOptimizer(free, lr=0.1)
+    start = [p.detach().clone() for p in held]
+    for step in range(5):
+        give_gradients(held, step)
+        give_gradients(free, step)
+        optimizer.step()
+        reference.step()
+        has_moved = any(not torch.equal(p, s) for p, s in zip(held, start, strict=True))
+        assert has_moved == (step >= 3)
+    for a, b in zip(held, free, strict=True):
+        assert torch.equal(optimizer.state[a]["exp_avg"], reference.state[b]["exp_avg"])
+        assert optimizer.state[a]["step"] == 5
+
+
+def test_a_parameter_without_gradient_is_left_alone_and_counts_its_own_steps() -> None:
+    first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    twin = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamOptimizer([first, second], lr=0.1)
+    reference = torch.optim.Adam([twin], lr=0.1)
+    for step in range(6):
+        give_gradients([first], step)
+        second.grad = None
+        if step % 2:
+            give_gradients([second], step)
+            give_gradients([twin], step)
+            reference.step()
+        optimizer.step()
+    assert optimizer.state[first]["step"] == 6 and optimizer.state[second]["step"] == 3
+    assert torch.equal(second, twin)
+
+
+def test_groups_have_their_own_settings() -> None:
+    a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = AdamOptimizer([{"params": [a], "lr": 0.5}, {"params": [b]}], lr=0.25)
+    a.grad = b.grad = torch.ones(2)
+    optimizer.step()
+    torch.testing.assert_close(a.detach(), torch.full((2,), 0.5))
+    torch.testing.assert_close(b.detach(), torch.full((2,), 0.75))
+
+
+def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
+    p = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = AdamOptimizer([p], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert loss is not None and loss.item() == 4.0
+    assert p.item() == pytest.approx(1.9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("through_file", [False, True])
+def test_state_resumes_in_every_bit(dtype: torch.dtype, through_file: bool) -> None:
+    params = parameters(dtype)
+    optimizer = AdamOptimizer(params, lr=0.01, weight_decay=0.1, hold_steps=2)
+    for step in range(4):
+        give_gradients(params, step)
+        optimizer.step()
+    resumed_params = copy.deepcopy(params)
+    resumed = AdamOptimizer(resumed_params, lr=0.5)
+    saved = optimizer.state_dict()
+    if through_file:
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    resumed.load_state_dict(saved)
+    for step in range(4, 8):
+        give_gradients(params, step)
+        give_gradients(resumed_params, step)
+        optimizer.step()
+        resumed.step()
+    for a, b in zip(params, resumed_params, strict=True):
+        assert torch.equal(a, b)
+        assert set(optimizer.state[a]) == set(resumed.state[b])
+        for key, value in optimizer.state[a].items():
+            same = (
+                torch.equal(value, resumed.state[b][key])
+                if isinstance(value, torch.Tensor)
+                else value == resumed.state[b][key]
+            )
+            assert same, key
+
+
+def test_loaded_state_does_not_share_memory_with_what_it_was_loaded_from() -> None:
+    params = parameters()
+    optimizer = AdamOptimizer(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    other = AdamOptimizer(copy.deepcopy(params))
+    saved = optimizer.state_dict()
+    before = saved["state"][0]["exp_avg"].clone()
+    other.load_state_dict(saved)
+    give_gradients(other.param_groups[0]["params"], 1)
+    other.step()
+    assert torch.equal(saved["state"][0]["exp_avg"], before)
+
+
+def test_state_of_other_shapes_is_refused_and_nothing_changes() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(6))]
+    optimizer = AdamOptimizer(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    other_params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3))]
+    other = AdamOptimizer(other_params, lr=0.5)
+    with pytest.raises(CheckpointError, match=r"parameter 1 has shape \(6,\), and the parameter here has \(3,\)"):
+        other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["lr"] == 0.5 and not other.state
+    with pytest.raises(CheckpointError, match="The state is of 2 parameters, and this optimizer has 1"):
+        AdamOptimizer(other_params[:1]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": -1.0}, {"lr": math.nan}, {"eps": -1e-9}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}, {"hold_steps": -1}],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        AdamOptimizer(parameters(), **options)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="dense gradients"):
+        AdamOptimizer(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_skipped_on_the_device_changes_and_counts_nothing(dtype: torch.dtype) -> None:
+    skipping, reference = parameters(dtype), parameters(dtype)
+    optimizer, plain = (
+        AdamOptimizer(skipping, lr=0.1, weight_decay=0.1),
+        AdamOptimizer(reference, lr=0.1, weight_decay=0.1),
+    )
+    for step, is_bad in enumerate([False, True, False, True, True, False]):
+        give_gradients(skipping, step)
+        if is_bad:
+            assert skipping[0].grad is not None
+            skipping[0].grad[1, 2] = math.inf
+        else:
+            give_gradients(reference, step)
+            plain.step()
+        optimizer.found_inf = torch.tensor(float(is_bad))
+        optimizer.step()
+        del optimizer.found_inf
+    optimizer.settle()
+    for a, b in zip(skipping, reference, strict=True):
+        assert torch.equal(a, b)
+        assert optimizer.state[a]["step"] == plain.state[b]["step"] == 3
+        assert torch.equal(optimizer.state[a]["exp_avg_sq"], plain.state[b]["exp_avg_sq"])
+
+
+def test_torch_grad_scaler_drives_it() -> None:
+    p, twin = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(4))
+    optimizer, reference = AdamOptimizer([p], lr=0.1), AdamOptimizer([twin], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        factor = math.inf if step == 1 else 1.0 + step
+        scaler.scale((p * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 1:
+            (twin * factor).sum().backward()
+            reference.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 3
+    assert torch.equal(p, twin)
+
+
+def test_a_deepcopy_steps_on_its_own() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = AdamOptimizer(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    give_gradients(twin.param_groups[0]["params"], 1)
+    twin.step()
+    assert twin.state_dict()["state"][0]["step"] == 2
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_equal_whole_parameters(run_ranks: Callable[..., Any], world_size: int, dtype: torch.dtype) -> None:
+    params = parameters(dtype)
+    optimizer = AdamOptimizer(params, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        give_gradients(params, step)
+        optimizer.step()
+    for gathered in run_ranks(_sharded_training, world_size, dtype):
+        for (value, exp_avg), p in zip(gathered, params, strict=True):
+            assert torch.equal(value, p.detach())
+            assert torch.equal(exp_avg, optimizer.state[p]["exp_avg"])
+
+
+def _sharded_training(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    whole = parameters(dtype)
+    shards = [DistributedParameter(p.detach()) for p in whole]
+    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        give_gradients(whole, step)
+        for p, shard in zip(whole, shards, strict=True):
+            assert p.grad is not None
+            shard.grad = shard.local_part(p.grad).clone()
+        optimizer.step()
+    return [(s.gather_like(s.detach()), s.gather_like(optimizer.state[s]["exp_avg"])) for s in shards]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("is_skippable", [False, True])
+def test_on_a_gpu_float32_equals_torch_in_every_bit(weight_decay: float, is_skippable: bool) -> None:
+    ours, theirs = ([torch.nn.Parameter(p.detach().cuda()) for p in parameters()] for _ in range(2))
+    mine = AdamOptimizer(ours, lr=0.01, weight_decay=weight_decay)
+    torchs = torch.optim.Adam(theirs, lr=0.01, weight_decay=weight_decay)
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step)
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator).cuda()
+            b.grad = a.grad.clone()
+        if is_skippable:
+            mine.found_inf = torch.zeros((), device="cuda")
+        mine.step()
+        torchs.step()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)

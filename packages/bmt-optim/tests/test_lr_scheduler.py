@@ -1,0 +1,185 @@
+"""Every schedule against its formula, corner cases of warm-up and end, state, and parameter groups."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bmt_optim import AdamOptimizer, lr_scheduler
+from bmt_optim.lr_scheduler import WSD, Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler
+
+BMTRAIN = [NoDecay, Linear, Cosine, Exponential, Noam]
+ALL: list[type[WarmupLRScheduler]] = [*BMTRAIN, WSD]
+
+
+def optimizer_of(*lrs: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (1.0,)]
+    return torch.optim.SGD(groups)
+
+
+def formula(kind: type[WarmupLRScheduler], s: float, w: float, e: float, n: int) -> float:
+    if n < w:
+        return s / math.sqrt(w) * n / w if kind is Noam else s * n / w
+    if kind is NoDecay:
+        return s
+    if kind is Linear:
+        return 0.0 if n >= e else max(0.0, s * (e - n) / (e - w))
+    if kind is Cosine:
+        return s * 0.5 * (1 + math.cos(math.pi * min(1.0, (n - w) / max(1, e - w))))
+    if kind is Exponential:
+        return s * 0.95 ** (n - w)
+    assert kind is Noam
+    return s / math.sqrt(max(n, 1))
+
+
+@pytest.mark.parametrize("kind", BMTRAIN)
+@settings(deadline=None)
+@given(
+    s=st.floats(1e-6, 10),
+    w=st.one_of(st.integers(0, 50), st.floats(0, 50)),
+    length=st.one_of(st.integers(0, 100), st.floats(0, 100)),
+    n=st.integers(0, 200),
+)
+def test_rate_follows_the_formula(kind: type[WarmupLRScheduler], s: float, w: float, length: float, n: int) -> None:
+    optimizer = optimizer_of()
+    schedule = kind(optimizer, start_lr=s, warmup_iter=w, end_iter=w + length, num_iter=n)
+    expected = formula(kind, s, w, w + length, n)
+    assert schedule.current_lr == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert schedule.get_lr() == schedule.current_lr == optimizer.param_groups[0]["lr"]
+    assert 0 <= schedule.current_lr <= s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_steps_one_by_one_equal_jumps(kind: type[WarmupLRScheduler]) -> None:
+    walking = kind(optimizer_of(), 0.5, 3, 12)
+    for n in range(20):
+        assert walking.num_iter == n
+        assert walking.current_lr == kind(optimizer_of(), 0.5, 3, 12, n).current_lr
+        jumping = kind(optimizer_of(), 0.5, 3, 12)
+        jumping.step(n)
+        assert jumping.current_lr == walking.current_lr
+        walking.step()
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize(("warmup", "end"), [(0, 0), (0, 5), (5, 5), (2.5, 7.5), (10, 3)])
+def test_no_warmup_and_no_decay_are_fine(kind: type[WarmupLRScheduler], warmup: float, end: float) -> None:
+    schedule = kind(optimizer_of(), 0.1, warmup, end)
+    for _ in range(20):
+        assert math.isfinite(schedule.current_lr) and 0 <= schedule.current_lr <= 0.1
+        schedule.step()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_constructor_sets_the_rate(kind: type[WarmupLRScheduler]) -> None:
+    optimizer = optimizer_of(7.0)
+    kind(optimizer, 0.5, 4, 10, 2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.125 if kind is Noam else 0.25)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_parameter_groups_keep_their_ratios(kind: type[WarmupLRScheduler]) -> None:
+    optimizer = optimizer_of(0.2, 0.02, 0.4)
+    schedule = kind(optimizer, 0.5, 3, 12)
+    for _ in range(15):
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates[0] == schedule.current_lr
+        assert rates[1:] == pytest.approx([rates[0] * 0.1, rates[0] * 2.0])
+        schedule.step()
+
+
+def test_ratios_survive_a_second_scheduler_during_warmup_and_a_resume() -> None:
+    optimizer = optimizer_of(0.2, 0.02)
+    first = Linear(optimizer, 0.5, 3, 12)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 0.0]
+    second = Linear(optimizer, 0.5, 3, 12, 3)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5, 0.05])
+    second.load_state_dict(first.state_dict())
+    second.step(3)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5, 0.05])
+
+
+def test_a_group_added_later_takes_part() -> None:
+    optimizer = optimizer_of(0.2)
+    schedule = NoDecay(optimizer, 1.0, 0, 10)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.1})
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1.0, 0.5])
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_state_holds_every_constant(kind: type[WarmupLRScheduler]) -> None:
+    options: dict[str, Any] = {}
+    if kind is Exponential:
+        options = {"gamma": 0.7}
+    if kind is WSD:
+        options = {"decay_iter": 4, "final_ratio": 0.1, "decay": "sqrt"}
+    original = kind(optimizer_of(0.2, 0.1), 0.5, 3, 12, 5, **options)
+    state = original.state_dict()
+    assert {"start_lr", "warmup_iter", "end_iter", "num_iter", *options} <= set(state)
+    optimizer = optimizer_of(1.0, 1.0)
+    resumed = kind(optimizer, 9.0, 1, 2)
+    resumed.load_state_dict(state)
+    for _ in range(10):
+        assert resumed.current_lr == original.current_lr
+        assert optimizer.param_groups[1]["lr"] == pytest.approx(original.current_lr / 2)
+        original.step()
+        resumed.step()
+
+
+def test_states_of_bmtrain_load() -> None:
+    schedule = Exponential(optimizer_of(), 1.0, 0, 10, gamma=0.5)
+    schedule.load_state_dict({"start_lr": 2.0, "warmup_iter": 0, "end_iter": 10, "num_iter": 3})
+    assert schedule.current_lr == pytest.approx(2.0 * 0.5**3)
+
+
+@pytest.mark.parametrize(("decay", "middle"), [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)])
+def test_wsd_warms_up_stays_and_decays(decay: Any, middle: float) -> None:
+    schedule = WSD(optimizer_of(), 2.0, 10, 100, decay_iter=20, final_ratio=0.1, decay=decay)
+    rates = []
+    for _ in range(110):
+        rates.append(schedule.current_lr)
+        schedule.step()
+    assert rates[5] == pytest.approx(1.0)
+    assert set(rates[10:81]) == {2.0}
+    assert rates[90] == pytest.approx(2.0 * (0.1 + 0.9 * middle))
+    assert rates[100:] == pytest.approx([0.2] * 10)
+    assert all(a >= b for a, b in itertools.pairwise(rates[80:]))
+
+
+def test_wsd_decays_for_a_tenth_by_default_and_refuses_unknown_shapes() -> None:
+    schedule = WSD(optimizer_of(), 1.0, 0, 200)
+    schedule.step(180)
+    assert schedule.current_lr == 1.0
+    schedule.step(190)
+    assert schedule.current_lr == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="decay must be 'linear', 'sqrt' or 'cosine', not 'steps'"):
+        WSD(optimizer_of(), 1.0, 0, 200, decay="steps")  # type: ignore[arg-type]
+
+
+def test_subclasses_in_the_style_of_bmtrain_work() -> None:
+    class Halving(WarmupLRScheduler):
+        def get_lr_warmup(self, num_iter: int) -> float:
+            return self.start_lr / 10
+
+        def get_lr_decay(self, num_iter: int) -> float:
+            return self.start_lr * 0.5 ** (num_iter - self.warmup_iter)
+
+    schedule = Halving(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), 1.0, 2, 10)
+    rates = [schedule.current_lr]
+    for _ in range(4):
+        schedule.step()
+        rates.append(schedule.current_lr)
+    assert rates == [0.1, 0.1, 1.0, 0.5, 0.25]
+    with pytest.raises(NotImplementedError, match="WarmupLRScheduler must define get_lr_decay"):
+        WarmupLRScheduler(optimizer_of(), 1.0, 0, 10)
+
+
+def test_all_schedules_are_public() -> None:
+    assert {kind.__name__ for kind in ALL} | {"WarmupLRScheduler"} == set(lr_scheduler.__all__)

@@ -1,0 +1,139 @@
+"""``Block``: a module whose parameters are sharded, gathered when it runs, and reduced when its gradients are complete."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from bmt_core.config import check_zero_level
+from bmt_core.errors import ConfigError
+from bmt_core.module import extend, reduce_extended, replace_by_part, whole_value
+from bmt_core.runtime import current
+from bmt_core.scope import forward_scope
+from bmt_zero.state import BlockState
+
+Mode = Literal["BLOCK", "PIPE"]
+
+
+class Block(nn.Module):
+    """Shard ``inner_module`` by ZeRO, as one unit, with activation checkpointing.
+
+    The block *is* the inner module: the same object, with the block's behaviour added to its class, so names,
+    attributes, hooks and ``isinstance`` stay as they were. Its parameters become :class:`DistributedParameter` in
+    place; plain ``nn.Parameter`` are accepted. In forward they read as whole tensors.
+
+    ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the random numbers of
+    forward. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and
+    optimizer state and gathers once after each optimizer step; 2 gathers in forward and keeps until backward ends; 3
+    frees after forward and gathers again in backward. ``initialized``: the values are final, :func:`init_parameters`
+    leaves them. ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks
+    only.
+
+    Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
+    """
+
+    def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
+        if not isinstance(inner_module, nn.Module):
+            raise TypeError(f"A Block is made of an nn.Module, not of {type(inner_module).__name__}.")
+        if isinstance(inner_module, Block):
+            raise ConfigError(
+                f"This {type(inner_module).__name__} is a Block already. Wrap a module once and share the Block."
+            )
+        current()
+        extend(inner_module, cls)
+        assert isinstance(inner_module, Block)
+        return inner_module
+
+    def __init__(
+        self,
+        inner_module: nn.Module,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        initialized: bool = False,
+        mode: Mode = "BLOCK",
+    ) -> None:
+        level = check_zero_level(current().settings.zero_level if zero_level is None else zero_level)
+        if mode not in ("BLOCK", "PIPE"):
+            raise ConfigError(f"mode must be 'BLOCK' or 'PIPE', not {mode!r}.")
+        self.__dict__["_bmt_block"] = BlockState(
+            use_checkpoint=use_checkpoint, level=level, local_axes=("pp",) if mode == "PIPE" else ()
+        )
+        self._bmt_block.refresh(self)
+        for parameter in self._bmt_block.parameters():
+            parameter._initialized = initialized
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._bmt_block
+        if state.running:  # inside its own call, with the full parameters in place
+            return super().__call__(*args, **kwargs)
+        with forward_scope():
+            return state.run(self, super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the inner module on whole parameters; takes every argument that it takes."""
+        if not self._bmt_block.running:
+            return self(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+    @property
+    def zero_level(self) -> int:
+        """The block's ZeRO level; may be changed between steps among 1, 2 and 3."""
+        return self._bmt_block.level
+
+    @zero_level.setter
+    def zero_level(self, level: int) -> None:
+        self._bmt_block.set_level(check_zero_level(level))
+
+    @property
+    def use_checkpoint(self) -> bool:
+        """Whether activations are recomputed in backward; may be changed between steps."""
+        return self._bmt_block.use_checkpoint
+
+    @use_checkpoint.setter
+    def use_checkpoint(self, value: bool) -> None:
+        self._bmt_block.use_checkpoint = value
+
+    @property
+    def _module(self) -> nn.Module:
+        return self  # BMTrain's name of the inner module
+
+    @property
+    def _mode(self) -> Mode:
+        return "PIPE" if "pp" in self._bmt_block.local_axes else "BLOCK"
+
+    @property
+    def _bmt_block(self) -> BlockState:
+        state: BlockState = self.__dict__["_bmt_block"]
+        return state
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Whole tensors by the inner module's names. Collective."""
+        result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+        if not keep_vars:
+            for key in [key for key in result if key.startswith(prefix)]:
+                if isinstance(result[key], torch.Tensor):
+                    result[key] = whole_value(result[key])
+        return result
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        extra: Any,
+        errors: Any,
+    ) -> None:
+        # torch hands this same dict on to the modules inside, whose own loading then meets parts.
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            replace_by_part(state_dict, prefix + name, parameter, errors)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, extra, errors)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduce_extended(self, protocol)
+
+
+CheckpointBlock = Block

@@ -1,0 +1,220 @@
+"""``BlockState``: what a block knows about its parameters, and how one call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from bmt_core.block import BlockUse
+from bmt_core.comm import Group
+from bmt_core.errors import ConfigError
+from bmt_core.parameter import DistributedParameter
+from bmt_core.runtime import current
+from bmt_core.scope import gather_once
+from bmt_zero.flat import FlatShard
+from bmt_zero.nested import map_tensors, tensors_in
+from bmt_zero.recompute import recomputed
+from bmt_zero.structure import structure_epoch, watch_structure
+from bmt_zero.use import Enter, Leave, Use
+
+
+class Place(NamedTuple):
+    """Where a module keeps a parameter."""
+
+    holder: dict[str, Any]
+    name: str
+    parameter: DistributedParameter
+
+
+class BlockState:
+    """The engine of one block. It holds parameters and places, never the block itself."""
+
+    def __init__(self, *, use_checkpoint: bool, level: int, local_axes: Collection[str] = ()) -> None:
+        self.use_checkpoint = use_checkpoint
+        self.level = level
+        self.local_axes = tuple(local_axes)
+        self.flats: list[FlatShard] = []
+        self.running = False
+        self.schedule = BlockUse()
+        self._places: list[Place] = []
+        self._epoch = -1
+        self._pin: Use | None = None
+
+    def __reduce__(self) -> Any:
+        # A copy lays its own parameters out when it is first used.
+        return _copy_of, (self.use_checkpoint, self.level, self.local_axes)
+
+    def __del__(self) -> None:
+        for flat in self.flats:
+            flat.discard()
+
+    def parameters(self) -> list[DistributedParameter]:
+        """The parameters that this block shards, in the order of its flat shards."""
+        return [parameter for flat in self.flats for parameter in flat.parameters]
+
+    def set_use(self, use: BlockUse) -> None:
+        """See :class:`bmt_core.block.Scheduled`."""
+        self.schedule = use
+
+    def set_level(self, level: int) -> None:
+        """Change the level between steps."""
+        if level != self.level and 0 in (level, self.level):
+            raise ConfigError(
+                f"zero_level cannot change from {self.level} to {level}: level 0 replicates what the others shard, and the"
+                " optimizer's state would no longer fit. Choose it when the Block is made."
+            )
+        self.level = level
+        for flat in self.flats:
+            flat.level = level
+            flat.free_unless_held()
+
+    def refresh(self, block: nn.Module) -> None:
+        """Take over parameters that were added, replaced, or given other memory since the last look.
+
+        Collective if there are any.
+        """
+        watch_structure()
+        if self._epoch == structure_epoch() and not any(flat.stale for flat in self.flats):
+            return
+        self._epoch = structure_epoch()
+        places = list(_places_of(block))
+        wanted = list(dict.fromkeys(place.parameter for place in places))
+        kept = [flat for flat in self.flats if not flat.stale and any(_is_in(p, wanted) for p in flat.parameters)]
+        for flat in self.flats:
+            if flat not in kept:
+                flat.discard()
+        own = {id(parameter) for flat in kept for parameter in flat.parameters}
+        new = [p for p in wanted if id(p) not in own and not getattr(p, "_bmt_shared", False)]
+        self.flats = kept + self._lay_out(new, places)
+        self._places = [Place(*place) for place in places]
+        device = current().device
+        for module in block.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def run(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the inner module with the full parameters in place. Collective."""
+        self.refresh(block)
+        for flat in self.flats:
+            flat.forget_cleared_gradients()
+        use = Use(self.flats, self.schedule)
+        use.begin_forward()
+        backward_follows = False
+        try:
+            token, fulls = self._enter(use)
+            if self.use_checkpoint and torch.is_grad_enabled():
+                outputs = recomputed(lambda a, k: self._inside(call, fulls, a, k), use, args, kwargs)
+            else:
+                outputs = self._inside(call, fulls, args, kwargs)
+            outputs = self._leave(use, token, tensors_in((args, kwargs)), outputs)
+            self._pin_between_uses(use.schedule.last_forward)
+            backward_follows = any(output.requires_grad for output in tensors_in(outputs))
+            return outputs
+        finally:
+            use.end_forward(backward_follows=backward_follows)
+
+    def _enter(self, use: Use) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        parameters = self.parameters()
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
+            token, *fulls = Enter.apply(use, *parameters)  # type: ignore[no-untyped-call]
+            return token, fulls
+        return None, [view.detach() for flat in self.flats for view in flat.views()]
+
+    def _inside(
+        self, call: Callable[..., Any], fulls: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._substituted(fulls):
+            return call(*args, **kwargs)
+
+    @contextmanager
+    def _substituted(self, fulls: list[torch.Tensor]) -> Iterator[None]:
+        by_parameter = {id(p): full for p, full in zip(self.parameters(), fulls, strict=True)}
+        places = self._places
+        for holder, name, parameter in places:
+            found = by_parameter.get(id(parameter))
+            holder[name] = gather_once(parameter) if found is None else found
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
+            for holder, name, parameter in places:
+                holder[name] = parameter
+
+    def _leave(self, use: Use, token: torch.Tensor | None, inputs: list[torch.Tensor], outputs: Any) -> Any:
+        # A parameter that is returned must outlive the buffer.
+        outputs = map_tensors(lambda t: t.clone() if any(f.is_full_storage(t) for f in self.flats) else t, outputs)
+        gated = [output for output in tensors_in(outputs) if output.requires_grad]
+        if not gated or not torch.is_grad_enabled():
+            return outputs
+        if token is None:
+            # All parameters are frozen: there is no Enter to run after the block, but its inputs' gradients come last.
+            token = torch.empty(0, device=gated[0].device)
+            sources = [tensor for tensor in inputs if tensor.requires_grad]
+            register_multi_grad_hook(sources, lambda _: use.let_go())
+        left = Leave.apply(use, token, *gated)  # type: ignore[no-untyped-call]
+        passed = {id(old): new for old, new in zip(gated, left, strict=True)}
+        return map_tensors(lambda t: passed.get(id(t), t), outputs)
+
+    def _pin_between_uses(self, last: bool) -> None:
+        # Between the micro-batches of a schedule the parameters stay gathered, whatever each single use lets go.
+        if last:
+            pin, self._pin = self._pin, None
+            if pin is not None:
+                pin.let_go()
+        elif self._pin is None:
+            self._pin = Use(self.flats, self.schedule)
+            self._pin.begin_forward()
+
+    def _lay_out(self, parameters: list[nn.Parameter], places: list[Place]) -> list[FlatShard]:
+        kinds: dict[Any, tuple[Group, list[nn.Parameter]]] = {}
+        for parameter in parameters:
+            group = self._group_of(parameter, places)
+            key = (parameter.dtype, parameter.requires_grad, group.ranks)
+            kinds.setdefault(key, (group, []))[1].append(parameter)
+        device = current().device
+        return [FlatShard(members, level=self.level, group=group, device=device) for group, members in kinds.values()]
+
+    def _group_of(self, parameter: nn.Parameter, places: list[Place]) -> Group:
+        topology = current().topology
+        if not isinstance(parameter, DistributedParameter):
+            return topology.shard_group(self.local_axes)
+        owner = parameter._owner() if parameter._owner is not None else None
+        if owner is not None and owner not in self.flats:
+            name = next(place.name for place in places if place.parameter is parameter)
+            raise ConfigError(
+                f"Parameter {name!r} is shared with another Block, and a parameter can be sharded by one Block only."
+                " Keep it outside of both, or let BMTrainModelWrapper wrap the whole model."
+            )
+        if not self.local_axes:
+            return parameter.group
+        return topology.shard_group({*self.local_axes, *parameter.local_axes})
+
+
+def _copy_of(use_checkpoint: bool, level: int, local_axes: tuple[str, ...]) -> BlockState:
+    return BlockState(use_checkpoint=use_checkpoint, level=level, local_axes=local_axes)
+
+
+def _places_of(block: nn.Module) -> Iterator[Any]:
+    """Every place of a parameter in ``block``, except inside blocks that are nested in it."""
+    pending = [block]
+    seen: set[int] = set()
+    while pending:
+        module = pending.pop(0)
+        if id(module) in seen or ("_bmt_block" in module.__dict__ and module is not block):
+            continue
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield Place(module._parameters, name, parameter)  # type: ignore[arg-type]
+        pending += [child for child in module._modules.values() if child is not None]
+
+
+def _is_in(parameter: nn.Parameter, parameters: list[Any]) -> bool:
+    return any(parameter is other for other in parameters)

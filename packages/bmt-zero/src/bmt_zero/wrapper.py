@@ -1,0 +1,102 @@
+"""``BMTrainModelWrapper``: make a whole plain torch model distributed, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from bmt_core.module import DistributedModule, extend
+from bmt_core.parameter import DistributedParameter, make_distributed, whole_tensor_shard
+from bmt_core.runtime import current
+from bmt_zero.block import Block
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def BMTrainModelWrapper(model: ModuleT) -> ModuleT:
+    """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
+
+    Children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) stay inside. All other
+    parameters become :class:`DistributedParameter` and read as whole tensors. A parameter that is tied across blocks,
+    or to something outside, stays one parameter. Buffers move to the run's device. Every rank must hold the same
+    values before, and keeps its part.
+    """
+    runtime = current()
+    blocks = list(_outermost_list_members(model))
+    outside = _parameters_outside(model, blocks)
+    for parameter in _shared(blocks, outside):
+        _shard_alone(parameter)
+        parameter._bmt_shared = True  # type: ignore[attr-defined]
+    for block in blocks:
+        if not isinstance(block, Block):
+            Block(block)
+    for parameter in outside:
+        _shard_alone(parameter)
+    for module in _modules_outside(model):
+        if module is model or module._parameters:
+            extend(module, DistributedModule)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(runtime.device)
+    return model
+
+
+def _outermost_list_members(module: nn.Module) -> Iterator[nn.Module]:
+    """Members of the module lists that are in no other module list, each once."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if isinstance(child, Block):
+                continue
+            if isinstance(child, nn.ModuleList):
+                yield from (member for member in child if id(member) not in seen and not seen.add(id(member)))  # type: ignore[func-returns-value]
+            else:
+                yield from walk(child)
+
+    yield from walk(module)
+
+
+def _modules_outside(model: nn.Module) -> Iterator[nn.Module]:
+    pending = [model]
+    seen: set[int] = set()
+    while pending:
+        module = pending.pop(0)
+        if id(module) in seen or isinstance(module, Block):
+            continue
+        seen.add(id(module))
+        yield module
+        pending += module.children()
+
+
+def _parameters_outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
+    inside = {id(module) for block in blocks for module in block.modules()}
+    found: dict[int, nn.Parameter] = {}
+    for module in _modules_outside(model):
+        if id(module) not in inside:
+            found |= {id(p): p for p in module._parameters.values() if p is not None}
+    return list(found.values())
+
+
+def _shared(blocks: list[nn.Module], outside: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters that live in several blocks, or in a block and outside."""
+    owners: dict[int, int] = {id(parameter): 1 for parameter in outside}
+    shared: dict[int, nn.Parameter] = {}
+    for block in blocks:
+        for parameter in block.parameters():
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+            if owners[id(parameter)] > 1:
+                shared[id(parameter)] = parameter
+    return list(shared.values())
+
+
+def _shard_alone(parameter: nn.Parameter) -> None:
+    if isinstance(parameter, DistributedParameter):
+        return
+    runtime = current()
+    shard = whole_tensor_shard(parameter.shape, runtime.topology.shard_group())
+    with torch.no_grad():
+        make_distributed(parameter, shard, shard.part(parameter.detach()).to(runtime.device, copy=True))

@@ -1,0 +1,360 @@
+"""Graphs that are no straight line: every case trains like plain torch on one process.
+
+Each case is a function (model of plain layers -> loss per step); it runs once on raw modules with the whole batch and
+once on Blocks with this rank's part of it, and gradients and parameters must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zero_models import Layer, full_gradient
+
+from bmt_core import runtime
+from bmt_core.parameter import DistributedParameter
+from bmt_core.testing import run_ranks
+from bmt_zero import Block, TransformerBlockList, no_sync
+
+WIDTH = 6
+Case = Callable[[list[nn.Module], torch.Tensor, int], torch.Tensor]
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(4, 3, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def build(seed: int = 0) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [Layer(WIDTH, 9) for _ in range(4)]
+
+
+def straight(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x.square().sum()
+
+
+def frozen_prefix(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    return straight(layers, x, step)
+
+
+def frozen_middle(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    layers[1].requires_grad_(False)
+    return straight(layers, x, step)
+
+
+def frozen_then_unfrozen(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    layers[2].requires_grad_(step >= 2)
+    return straight(layers, x, step)
+
+
+def partly_frozen(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    for layer in layers:
+        layer.up.requires_grad_(step % 2 == 0)  # type: ignore[union-attr]
+    return straight(layers, x, step)
+
+
+def skipped(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    return straight([layer for i, layer in enumerate(layers) if (i + step) % 3], x, step)
+
+
+def early_exit(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    return straight(layers[: 2 + step % 2], x, step)
+
+
+def output_unused(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    layers[3](x)
+    return straight(layers[:3], x, step)
+
+
+def used_twice(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    return straight([layers[0], layers[1], layers[0], layers[2], layers[0]], x, step)
+
+
+def two_forwards(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    return straight(layers, x, step) + straight(layers[::-1], x * 0.5, step)
+
+
+def parallel_branches(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    h = layers[0](x)
+    return (layers[3](layers[1](h) + layers[2](h))).square().sum()
+
+
+def in_place_around(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x * 1.0)
+        x += 0.25
+        x.mul_(0.5)
+    return x.square().sum()
+
+
+def without_input_gradient(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x.detach())
+    return x.square().sum()
+
+
+def concatenated_weights(layers: list[nn.Module], x: torch.Tensor, step: int) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x.square().sum() + sum(layer(x).sum() for layer in layers[:2])
+
+
+CASES: list[Case] = [
+    straight,
+    frozen_prefix,
+    frozen_middle,
+    frozen_then_unfrozen,
+    partly_frozen,
+    skipped,
+    early_exit,
+    output_unused,
+    used_twice,
+    two_forwards,
+    parallel_branches,
+    in_place_around,
+    without_input_gradient,
+    concatenated_weights,
+]
+
+
+def loop(case: Case, layers: list[nn.Module], part: Callable[[torch.Tensor], torch.Tensor]) -> list[dict[str, Any]]:
+    model = nn.ModuleList(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    history = []
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        case(layers, part(data(step)), step).backward()
+        grads = {name: full_gradient(p) for name, p in model.named_parameters()}
+        optimizer.step()
+        history.append({"grad": grads, "state": {k: v.clone() for k, v in model.state_dict().items()}})
+    return history
+
+
+def sharded_cases(levels: tuple[int, ...], use_checkpoint: bool) -> dict[str, list[dict[str, Any]]]:
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(runtime.world_size())[runtime.rank()]
+
+    results = {}
+    for case in CASES:
+        layers = build()
+        for layer, level in zip(layers, levels, strict=True):
+            Block(layer, use_checkpoint=use_checkpoint, zero_level=level)
+        results[case.__name__] = loop(case, layers, part)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("levels", [(3, 3, 3, 3), (2, 2, 2, 2), (0, 1, 2, 3)], ids=str)
+def test_every_graph_trains_like_plain_torch(world_size: int, levels: tuple[int, ...], use_checkpoint: bool) -> None:
+    ranks = run_ranks(sharded_cases, world_size, levels, use_checkpoint, timeout=120)
+    for case in CASES:
+        expected = loop(case, build(), lambda x: x)
+        for results in ranks:
+            for step, (got, want) in enumerate(zip(results[case.__name__], expected, strict=True)):
+                for name, value in want["state"].items():
+                    torch.testing.assert_close(
+                        got["state"][name],
+                        value,
+                        rtol=1e-4,
+                        atol=1e-5,
+                        msg=lambda m, c=case, n=name, s=step: f"{c.__name__} {n} step {s}: {m}",
+                    )
+                for name, value in want["grad"].items():
+                    # A gradient that nobody has is None or zero, on every rank alike.
+                    value = torch.zeros(()) if value is None else value
+                    grad = got["grad"][name]
+                    grad = torch.zeros_like(value) if grad is None else grad
+                    torch.testing.assert_close(
+                        grad,
+                        value.expand_as(grad),
+                        rtol=1e-4,
+                        atol=1e-5,
+                        msg=lambda m, c=case, n=name, s=step: f"{c.__name__} {n} step {s}: {m}",
+                    )
+        presence = [[{n: g is None for n, g in s["grad"].items()} for s in r[case.__name__]] for r in ranks]
+        assert all(p == presence[0] for p in presence), case.__name__
+
+
+def retained_graph(level: int) -> dict[str, torch.Tensor]:
+    layers = build()
+    blocks = [Block(layer, use_checkpoint=bool(level % 2), zero_level=level) for layer in layers]
+    loss = straight(layers, data(0), 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return {n: full_gradient(p) for n, p in nn.ModuleList(blocks).named_parameters()}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_backward_twice_through_a_retained_graph_adds_twice(level: int) -> None:
+    layers = build()
+    straight(layers, data(0), 0).backward()
+    for grads in run_ranks(retained_graph, 2, level):
+        for name, parameter in nn.ModuleList(layers).named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(grads[name], parameter.grad * 4)  # two ranks, two backwards
+
+
+def asked_gradients(level: int, use_checkpoint: bool) -> Any:
+    layers = build()
+    for layer in layers:
+        Block(layer, use_checkpoint=use_checkpoint, zero_level=level)
+    model = nn.ModuleList(layers)
+    x = data(0).requires_grad_()
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(straight(layers, x, 0), [x, *parameters])
+    wholes = [p.gather_like(g) for p, g in zip(parameters, grads[1:], strict=True)]  # type: ignore[attr-defined]
+    only_input = torch.autograd.grad(straight(layers, x, 0), x)[0]
+    return grads[0], wholes, only_input, [p.grad is None for p in parameters]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_autograd_grad_returns_shards_and_leaves_grad_alone(level: int, use_checkpoint: bool) -> None:
+    layers = build()
+    x = data(0).requires_grad_()
+    parameters = list(nn.ModuleList(layers).parameters())
+    expected = torch.autograd.grad(straight(layers, x, 0), [x, *parameters])
+    for of_input, wholes, only_input, untouched in run_ranks(asked_gradients, 2, level, use_checkpoint):
+        torch.testing.assert_close(of_input, expected[0])
+        torch.testing.assert_close(only_input, expected[0])
+        for got, want in zip(wholes, expected[1:], strict=True):
+            torch.testing.assert_close(got, want * 2)
+        assert all(untouched)
+
+
+class CatWeights(nn.Module):
+    """Gradients arrive as views with offsets, expanded, and transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(3, WIDTH))
+        self.b = nn.Parameter(torch.randn(WIDTH - 3, WIDTH))
+        self.c = nn.Parameter(torch.randn(WIDTH))
+        self.d = nn.Parameter(torch.randn(WIDTH, WIDTH).t().contiguous().t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x @ torch.cat([self.a, self.b]) + self.c.expand_as(x) + x @ self.d.t()
+        return y + self.a.sum()
+
+
+def cat_weights(level: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    block = Block(CatWeights(), zero_level=level)
+    block(data(runtime.rank())).square().sum().backward()
+    return {name: full_gradient(p) for name, p in block.named_parameters()}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_gradients_with_offsets_strides_and_expansions(level: int) -> None:
+    torch.manual_seed(3)
+    module = CatWeights()
+    sum(module(data(rank)).square().sum() for rank in range(2)).backward()
+    for grads in run_ranks(cat_weights, 2, level):
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad)
+
+
+class OnePerRank(nn.Module):
+    """Which expert works depends on the rank, as with routed tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.experts[runtime.rank()](x)
+        return x if runtime.rank() == 1 else y  # rank 1 lets its expert's result fall
+
+
+def routed(level: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    block = Block(OnePerRank(), zero_level=level)
+    x = data(0).requires_grad_()
+    block(x).square().sum().backward()
+    return {name: full_gradient(p) for name, p in block.named_parameters()}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_parameters_unused_on_some_ranks_have_one_gradient_everywhere(level: int) -> None:
+    torch.manual_seed(3)
+    module = OnePerRank()
+    module.experts[0](data(0)).square().sum().backward()
+    for grads in run_ranks(routed, 2, level):
+        for name, parameter in module.named_parameters():
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(grads[name], expected)
+
+
+def accumulate(level: int, micro_batches: int, dtype: torch.dtype, held: bool) -> list[float]:
+    """Every micro-batch has the gradient 1 for every element."""
+    block = Block(nn.Linear(3, 5, bias=False, dtype=dtype), zero_level=level, use_checkpoint=False)
+    x = torch.ones(1, 3, dtype=dtype) / runtime.world_size()
+    for micro in range(micro_batches):
+        if held and micro < micro_batches - 1:
+            with no_sync(block):
+                block(x).sum().backward()
+        else:
+            block(x).sum().backward()
+    (parameter,) = block.parameters()
+    assert isinstance(parameter, DistributedParameter)
+    assert parameter.grad is not None and parameter.grad.dtype == dtype
+    return parameter.gather_like(parameter.grad).flatten().tolist()
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bfloat16_gradients_accumulate_in_float32(world_size: int, level: int, held: bool) -> None:
+    for values in run_ranks(accumulate, world_size, level, 300, torch.bfloat16, held):
+        assert values == [300.0] * 15
+
+
+def cleared(level: int, set_to_none: bool, held: bool) -> list[float]:
+    block = Block(nn.Linear(3, 5, bias=False, dtype=torch.bfloat16), zero_level=level)
+    x = torch.ones(1, 3, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
+    for _ in range(3):
+        if held:
+            with no_sync(block):
+                block(x).sum().backward()
+        else:
+            block(x).sum().backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    block(x).sum().backward()
+    (parameter,) = block.parameters()
+    return parameter.gather_like(parameter.grad).flatten().tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("held", [False, True])
+def test_zero_grad_of_either_kind_clears_everything(level: int, set_to_none: bool, held: bool) -> None:
+    for values in run_ranks(cleared, 2, level, set_to_none, held):
+        assert values == [2.0] * 15
+
+
+def same_module_twice() -> Any:
+    torch.manual_seed(0)
+    layer = Layer(WIDTH, 9)
+    blocks = TransformerBlockList([layer, Layer(WIDTH, 9), layer])
+    blocks(data(runtime.rank())).square().sum().backward()
+    return len(list(blocks.parameters())), {n: full_gradient(p) for n, p in blocks.named_parameters()}
+
+
+def test_same_module_twice_in_a_list_shares_parameters_and_gradients() -> None:
+    torch.manual_seed(0)
+    layer = Layer(WIDTH, 9)
+    layers = nn.ModuleList([layer, Layer(WIDTH, 9), layer])
+    sum(straight(list(layers), data(rank), 0) for rank in range(2)).backward()
+    for count, grads in run_ranks(same_module_twice, 2):
+        assert count == len(list(layers.parameters()))
+        for name, parameter in layers.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad)

@@ -1,0 +1,122 @@
+"""Models and training loops that the tests of bmt-zero share: the same in plain torch on one process and sharded on many."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmt_core import runtime
+from bmt_core.param_init import init_parameters
+from bmt_core.parameter import DistributedParameter
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+
+BATCH = 4  # samples in the whole batch: divided over the ranks
+
+
+class Layer(nn.Module):
+    """Odd sizes, a tied pair, a buffer, a bias that only shifts."""
+
+    def __init__(self, width: int, hidden: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.up = nn.Linear(width, hidden, dtype=dtype)
+        self.gate = nn.Linear(width, hidden, bias=False, dtype=dtype)
+        self.gate.weight = self.up.weight
+        self.down = nn.Linear(hidden, width, dtype=dtype)
+        self.register_buffer("scale", torch.full((1,), 0.5, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.norm(x)
+        h = torch.tanh(self.up(h)) * torch.sigmoid(self.gate(h))
+        out: torch.Tensor = x + self.down(h) * self.scale
+        return out if shift is None else out + shift
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 7, hidden: int = 13, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width, dtype=dtype)
+        self.layers = nn.ModuleList([Layer(width, hidden, dtype) for _ in range(layers)])
+        self.head = nn.Linear(width, 11, bias=False, dtype=dtype)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(tokens)
+        for layer in self.layers:
+            h = layer(h, shift=h.detach() * 0.1)
+        out: torch.Tensor = self.head(h)
+        return out
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    data = torch.randint(11, (2, BATCH, 5), generator=generator)
+    return data[0], data[1]
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Summed, so that the sum over ranks is the whole batch's."""
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / BATCH
+
+
+def my_part(tensor: torch.Tensor) -> torch.Tensor:
+    share = len(tensor) // runtime.world_size()
+    return tensor[runtime.rank() * share :][:share]
+
+
+def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    if parameter.grad is None:
+        return None
+    if isinstance(parameter, DistributedParameter):
+        return parameter.gather_like(parameter.grad).clone()
+    return parameter.grad.clone()
+
+
+def train(
+    model: nn.Module,
+    steps: int,
+    data: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    lr: float = 0.05,
+    micro_batches: int = 1,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> dict[str, Any]:
+    """Train and return losses (of this rank's data), the gradients of the last step, and the final parameters, all whole."""
+    opt = optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    losses = []
+    grads: dict[str, torch.Tensor | None] = {}
+    for step in range(steps):
+        opt.zero_grad()
+        total = torch.zeros(())
+        for micro in range(micro_batches):
+            tokens, targets = (data(part) for part in batch(step * micro_batches + micro))
+            loss = loss_of(model(tokens), targets)
+            loss.backward()
+            total += loss.detach()
+        losses.append(total)
+        grads = {name: full_gradient(p) for name, p in model.named_parameters()}
+        opt.step()
+    return {"loss": torch.stack(losses), "grad": grads, "state": copy.deepcopy(model.state_dict())}
+
+
+def plain(steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return train(Model(dtype=dtype), steps, lambda part: part, **kwargs)
+
+
+def sharded(
+    levels: Sequence[int], use_checkpoint: bool, steps: int = 5, *, dtype: torch.dtype = torch.float32, **kwargs: Any
+) -> dict[str, Any]:
+    model = Model(dtype=dtype)
+    for layer, level in zip(model.layers, levels, strict=True):
+        Block(layer, use_checkpoint=use_checkpoint, zero_level=level)
+    BMTrainModelWrapper(model)
+    init_parameters(model)
+    return train(model, steps, my_part, **kwargs)
+
+
+__all__ = ["Block", "Layer", "Model", "TransformerBlockList", "batch", "plain", "sharded", "train"]

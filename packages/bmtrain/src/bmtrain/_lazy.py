@@ -1,0 +1,69 @@
+"""Modules whose names are looked up in the table when they are first used."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from bmtrain._table import TABLE, Home, submodules
+
+
+def make_lazy(module: ModuleType) -> None:
+    """Give ``module``, which is in the table, its names and its submodules."""
+    # Old scripts import modules that are nothing but these names, so they have no files. They are in sys.modules before
+    # anybody imports them: importing `bmtrain.synchronize` would otherwise bind the module over the function of that name.
+    for name in submodules(module.__name__):
+        full_name = f"{module.__name__}.{name}"
+        child = ModuleType(full_name, f"Names for ``{full_name}``: see ``bmtrain/_table.py``.")
+        child.__spec__ = ModuleSpec(full_name, None, is_package=True)
+        child.__path__ = []
+        child.__package__ = full_name
+        sys.modules[full_name] = child
+        make_lazy(child)
+        if name not in TABLE[module.__name__]:
+            setattr(module, name, child)
+    namespace = vars(module)
+    namespace["__getattr__"] = partial(_look_up, module)
+    namespace["__dir__"] = partial(_list_names, module)
+
+
+def resolve(home: Home, asked: str) -> Any:
+    """Return what ``home`` stands for; ``asked`` is what the user wrote.
+
+    Raises ModuleNotFoundError that names the package to install, if it is missing. An error inside a package that is there
+    passes unchanged: it is not the user's installation that is wrong then.
+    """
+    if importlib.util.find_spec(home.package) is None:
+        raise ModuleNotFoundError(
+            f"{asked} is provided by {home.distribution}, which is not installed. "
+            f'Install it with: pip install "bmtrain[{home.extra}]"',
+            name=home.package,
+        )
+    return getattr(importlib.import_module(home.module), home.attribute)
+
+
+def _look_up(module: ModuleType, name: str) -> Any:
+    names = TABLE[module.__name__]
+    asked = f"bmt{module.__name__.removeprefix('bmtrain')}.{name}"
+    if name not in names:
+        close = difflib.get_close_matches(name, [*names, *submodules(module.__name__)], n=1)
+        hint = f" Did you mean '{close[0]}'?" if close and not name.startswith("__") else ""
+        raise AttributeError(f"{asked} does not exist.{hint}", name=name, obj=module)
+    value = resolve(names[name], asked)
+    setattr(module, name, value)
+    return value
+
+
+def _list_names(module: ModuleType) -> list[str]:
+    """List what can be had here, so that tools which read every listed name do not run into missing packages."""
+    names = {
+        name for name, home in TABLE[module.__name__].items() if importlib.util.find_spec(home.package) is not None
+    }
+    special = {name for name in vars(module) if name.startswith("__")} - {"__getattr__", "__dir__"}
+    return sorted({*special, *names, *submodules(module.__name__)})

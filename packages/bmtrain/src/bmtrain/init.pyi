@@ -1,0 +1,4 @@
+# Written by tools/facade_stubs.py from bmtrain/_table.py.
+
+from bmt_core import init_distributed as init_distributed
+from bmt_core import is_initialized as is_initialized

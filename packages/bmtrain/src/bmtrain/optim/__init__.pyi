@@ -1,0 +1,8 @@
+# Written by tools/facade_stubs.py from bmtrain/_table.py.
+
+from bmt_optim import AdamOptimizer as AdamOptimizer
+from bmt_optim import OptimManager as OptimManager
+from bmt_optim import available as available
+from bmt_optim import create as create
+
+from . import optim_manager as optim_manager

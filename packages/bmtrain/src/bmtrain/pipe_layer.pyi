@@ -1,0 +1,1 @@
+# Written by tools/facade_stubs.py from bmtrain/_table.py.

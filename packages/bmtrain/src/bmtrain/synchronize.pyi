@@ -1,0 +1,6 @@
+# Written by tools/facade_stubs.py from bmtrain/_table.py.
+
+from bmt_core import gather_result as gather_result
+from bmt_core import sum_loss as sum_loss
+from bmt_core import synchronize as synchronize
+from bmt_core import wait_loader as wait_loader

@@ -1,0 +1,129 @@
+"""The facade: its table, its stubs and what is there agree, and what is missing or wrong says so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bmtrain
+from bmtrain._lazy import resolve
+from bmtrain._table import TABLE, Home, submodules
+
+PACKAGES = Path(__file__).parents[2]
+
+
+def is_installed(home: Home) -> bool:
+    return importlib.util.find_spec(home.package) is not None
+
+
+def stub_of(module: str) -> Path:
+    path = Path(bmtrain.__file__).parent.joinpath(*module.split(".")[1:])
+    return path / "__init__.pyi" if submodules(module) else path.with_suffix(".pyi")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("module", TABLE)
+def test_stub_says_what_the_table_says(module: str) -> None:
+    imports = [node for node in ast.parse(stub_of(module).read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname: (node.module, alias.name) for node in imports if not node.level for alias in node.names}
+    children = {alias.asname for node in imports if node.level for alias in node.names}
+    # A package that is not in the repository yet has no types.
+    expected = {name: home for name, home in TABLE[module].items() if (PACKAGES / home.distribution).is_dir()}
+    assert names == expected
+    assert children == set(submodules(module)) - set(TABLE[module])
+
+
+def test_there_is_no_stub_beside_those_of_the_table() -> None:
+    assert set(Path(bmtrain.__file__).parent.rglob("*.pyi")) == {stub_of(module) for module in TABLE}
+
+
+@pytest.mark.parametrize("module", TABLE)
+def test_names_are_what_their_packages_provide_or_name_the_missing_package(module: str) -> None:
+    facade = importlib.import_module(module)
+    for name, home in TABLE[module].items():
+        if is_installed(home):
+            assert getattr(facade, name) is getattr(importlib.import_module(home.module), home.attribute)
+            assert name in dir(facade)
+            continue
+        with pytest.raises(ModuleNotFoundError, match=home.distribution) as caught:
+            getattr(facade, name)
+        assert f'pip install "bmtrain[{home.extra}]"' in str(caught.value)
+        assert name not in dir(facade)
+
+
+@pytest.mark.parametrize("module", TABLE)
+def test_names_are_public_where_they_come_from(module: str) -> None:
+    for name, home in TABLE[module].items():
+        if is_installed(home) and not name.startswith("_"):
+            source = importlib.import_module(home.module)
+            assert home.attribute in getattr(source, "__all__", dir(source))
+
+
+def test_missing_package_is_named_with_the_line_to_type() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        resolve(Home("bmt_nowhere.deep", "Thing"), "bmt.Thing")
+    assert str(caught.value) == (
+        'bmt.Thing is provided by bmt-nowhere, which is not installed. Install it with: pip install "bmtrain[nowhere]"'
+    )
+    assert caught.value.name == "bmt_nowhere"
+
+
+def test_missing_package_is_named_by_import_from_too() -> None:
+    if importlib.util.find_spec("bmt_pipeline") is not None:
+        pytest.skip("bmt-pipeline is installed")
+    result = python("from bmtrain.pipe_layer import PipelineTransformerBlockList")
+    assert result.returncode == 1
+    assert "bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline" in result.stderr
+
+
+def test_import_error_inside_an_installed_package_passes_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bmt_broken.py").write_text("import a_module_that_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'a_module_that_nobody_has'") as caught:
+        resolve(Home("bmt_broken", "Thing"), "bmt.Thing")
+    assert caught.value.name == "a_module_that_nobody_has"
+
+
+def test_unknown_name_gets_the_nearest_known_one() -> None:
+    with pytest.raises(
+        AttributeError, match=r"^bmt.init_distribute does not exist. Did you mean 'init_distributed'\?$"
+    ):
+        bmtrain.init_distribute  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"^bmt.optim.OptimManger does not exist. Did you mean 'OptimManager'\?$"):
+        bmtrain.optim.OptimManger  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"^bmt.qqq does not exist.$"):
+        bmtrain.qqq  # type: ignore[attr-defined]
+    assert not hasattr(bmtrain, "qqq")
+
+
+def test_importing_the_facade_imports_none_of_its_packages() -> None:
+    result = python("import bmtrain, sys; print([name for name in sys.modules if name.startswith(('torch', 'bmt_'))])")
+    assert (result.stdout, result.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("module", TABLE)
+def test_every_module_can_be_imported_first(module: str) -> None:
+    result = python(f"import {module}")
+    assert result.returncode == 0, result.stderr
+
+
+def test_synchronize_is_the_function_although_a_module_has_its_name() -> None:
+    code = "from bmtrain.synchronize import synchronize; import bmtrain.synchronize as s, bmtrain; "
+    result = python(code + "print(s is synchronize is bmtrain.synchronize, synchronize.__name__)")
+    assert result.stdout == "True synchronize\n", result.stderr
+
+
+def test_every_installed_package_announces_the_same_version() -> None:
+    assert importlib.metadata.version("bmt-core") == bmtrain.__version__

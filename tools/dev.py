@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""Everything a developer runs, with nothing installed but Python: ``train``, ``test``, ``lint``, ``wheels``, ``setup``.
+
+Each subcommand first makes ``.venv`` and fills it, once, and again when what it is made from has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+REQUIREMENTS = ROOT / "requirements-dev.txt"
+STAMP = VENV / "made-from.sha256"
+FACADE_STUB = ROOT / "packages" / "bmtrain" / "src" / "bmtrain" / "__init__.pyi"
+
+Command = list[str]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subcommand and return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("setup", help="make .venv, or bring it up to date")
+    train = commands.add_parser("train", help="train the example GPT; further options go to examples/gpt/train.py")
+    train.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
+    commands.add_parser("test", help="all checks and tests; further options go to pytest")
+    commands.add_parser("lint", help="the checks without the tests")
+    commands.add_parser("wheels", help="build the wheels of all packages into dist/")
+    if sys.version_info < (3, 11):
+        parser.error(f"bmt needs Python 3.11 or later, and this is {sys.version.split()[0]}.")
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command not in ("train", "test"):
+        parser.error(f"unknown options for {options.command}: {' '.join(rest)}")
+
+    setup()
+    if options.command == "train":
+        return run_example(options.ranks, rest)
+    if options.command == "test":
+        return run_checks_and_tests(rest)
+    if options.command == "lint":
+        return report([run_check(name, command) for name, command in checks()])
+    if options.command == "wheels":
+        return build_wheels(ROOT / "dist", package_directories())
+    return 0
+
+
+def setup() -> None:
+    """Make ``.venv`` with what ``requirements-dev.txt`` pins and with all packages as editable installs, if need be."""
+    wanted = fingerprint()
+    if PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted:
+        return
+    print(f"Setting up {VENV.relative_to(ROOT)} ...", file=sys.stderr, flush=True)
+    if not PYTHON.exists():
+        venv.create(VENV, with_pip=True)
+    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    editable = [argument for directory in editable_directories() for argument in ("-e", str(directory))]
+    for command in ([*pip, "-r", str(REQUIREMENTS)], [*pip, "--no-build-isolation", "--no-deps", *editable]):
+        # Output to stderr: what a subcommand prints on stdout is its own.
+        status = subprocess.run(command, cwd=ROOT, env=environment(), stdout=sys.stderr).returncode
+        if status != 0:
+            raise SystemExit(f"Setting up .venv failed: `{' '.join(command)}` exited with status {status}.")
+    STAMP.write_text(wanted)
+
+
+def fingerprint() -> str:
+    """Return a hash of all that ``.venv`` is made from. Sources are not part of it: they are installed as editable."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {VENV}".encode())
+    for path in [REQUIREMENTS, *(directory / "pyproject.toml" for directory in editable_directories())]:
+        digest.update(f"\n{path.relative_to(ROOT)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def package_directories() -> list[Path]:
+    """Return the directories of our packages, in order of name."""
+    return sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def editable_directories() -> list[Path]:
+    """Return our packages and the third-party ones of the integration tests."""
+    return package_directories() + sorted(
+        path.parent for path in ROOT.glob("integration-tests/plugins/*/pyproject.toml")
+    )
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for the tools: theirs is ``.venv``, whatever the user's shell has set up."""
+    outside = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__"}
+    inherited = {name: value for name, value in os.environ.items() if name not in outside}
+    path = f"{VENV / 'bin'}{os.pathsep}{inherited.get('PATH', os.defpath)}"
+    return {**inherited, "PATH": path, "PYTHONNOUSERSITE": "1", "VIRTUAL_ENV": str(VENV)}
+
+
+def run_example(ranks: int, options: Sequence[str]) -> int:
+    """Train the example on ``ranks`` processes."""
+    # One thread each, unless the user says otherwise: two processes with all cores' threads get in each other's way.
+    env = {"OMP_NUM_THREADS": "1", **environment()}
+    launch = [str(PYTHON), "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.run([*launch, str(ROOT / "examples" / "gpt" / "train.py"), *options], env=env).returncode
+
+
+def checks() -> list[tuple[str, Command]]:
+    """Return name and command of each check that needs no test to run."""
+    python = str(PYTHON)
+    return [
+        ("ruff check", [python, "-m", "ruff", "check", "--output-format", "concise", "."]),
+        ("ruff format", [python, "-m", "ruff", "format", "--check", "--quiet", "."]),
+        ("mypy --strict", [python, "-m", "mypy"]),
+        ("layers", [str(VENV / "bin" / "lint-imports"), "--no-cache"]),
+        ("versions", [python, "tools/bump_version.py", "--check"]),
+        (
+            "facade stub",
+            [python, "-m", "mypy.stubtest", "bmtrain", "--mypy-config-file", "pyproject.toml", "--concise"],
+        ),
+    ]
+
+
+def run_checks_and_tests(options: Sequence[str]) -> int:
+    """Run every check and then the tests; print what came of each, and last the line that pytest closes with."""
+    results = [run_check(name, command) for name, command in checks()]
+    print("\n== pytest", flush=True)
+    started = time.monotonic()
+    color = ["--color=yes"] if sys.stdout.isatty() else []
+    command = [str(PYTHON), "-m", "pytest", "-n", "2", "-q", *color, *options]
+    closing, note = "", ""
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", flush=True)
+            closing = line.strip() or closing
+            note = line if "ran on several ranks" in line else note
+    results.append(("pytest", tests.returncode, time.monotonic() - started))
+    status = report(results)
+    print(f"\n{note}{closing}")
+    return status
+
+
+def run_check(name: str, command: Command) -> tuple[str, int, float]:
+    """Run one check and return its name, exit status and seconds."""
+    print(f"\n== {name}", flush=True)
+    started = time.monotonic()
+    status = subprocess.run(command, cwd=ROOT, env=environment()).returncode
+    return name, status, time.monotonic() - started
+
+
+def report(results: Sequence[tuple[str, int, float]]) -> int:
+    """Print one line per result and return 0 if all are good, else 1."""
+    print()
+    for name, status, seconds in results:
+        print(f"{'ok    ' if status == 0 else 'FAILED'} {name:<14} {seconds:6.1f} s")
+    return 0 if all(status == 0 for _, status, _ in results) else 1
+
+
+def build_wheels(into: Path, directories: Sequence[Path]) -> int:
+    """Build the wheels of the packages in ``directories`` and return pip's exit status."""
+    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
+    command = [*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(into), *map(str, directories)]
+    status = subprocess.run(command, cwd=ROOT, env=environment()).returncode
+    for wheel in sorted(into.glob("*.whl")):
+        print(wheel.relative_to(ROOT) if wheel.is_relative_to(ROOT) else wheel)
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

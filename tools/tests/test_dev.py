@@ -1,0 +1,64 @@
+"""The developer's program: when it sets up again, and that its failures are failures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import dev
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    monkeypatch.setattr(dev, "REQUIREMENTS", tmp_path / "requirements-dev.txt")
+    for path in ("requirements-dev.txt", "packages/a/pyproject.toml", "integration-tests/plugins/b/pyproject.toml"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(path)
+    return tmp_path
+
+
+def test_environment_is_made_again_when_what_it_is_made_from_changes(tree: Path) -> None:
+    fingerprints = {dev.fingerprint()}
+    for path in ("requirements-dev.txt", "packages/a/pyproject.toml", "integration-tests/plugins/b/pyproject.toml"):
+        (tree / path).write_text(path + "changed")
+        fingerprints.add(dev.fingerprint())
+    (tree / "packages/c").mkdir()
+    (tree / "packages/c/pyproject.toml").write_text("new")
+    fingerprints.add(dev.fingerprint())
+    assert len(fingerprints) == 5
+
+
+def test_environment_is_kept_when_only_sources_change(tree: Path) -> None:
+    before = dev.fingerprint()
+    (tree / "packages/a/module.py").write_text("new")
+    assert dev.fingerprint() == before
+
+
+def test_third_party_packages_are_installed_after_ours(tree: Path) -> None:
+    assert [path.name for path in dev.editable_directories()] == ["a", "b"]
+
+
+def test_one_failing_check_fails_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    good = dev.run_check("good", [sys.executable, "-c", ""])
+    bad = dev.run_check("bad", [sys.executable, "-c", "raise SystemExit(3)"])
+    assert (good[1], bad[1]) == (0, 3)
+    assert dev.report([good]) == 0
+    assert dev.report([bad, good]) == 1
+    assert "FAILED bad" in capsys.readouterr().out
+
+
+def test_users_python_paths_do_not_reach_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("PIP_USER", "1")
+    environment = dev.environment()
+    assert "PYTHONPATH" not in environment and "PIP_USER" not in environment
+    assert environment["PYTHONNOUSERSITE"] == "1"
+
+
+def test_options_of_train_and_test_pass_through_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dev.main(["lint", "--surprise"])
+    assert "unknown options for lint: --surprise" in capsys.readouterr().err
