@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-import bmtrain as bmt
 import torch
+
+import bmtrain as bmt
 from windows import Windows
 
 BATCH_SIZE = 32
@@ -21,7 +22,7 @@ class Evaluation:
         self._windows = windows
         self._loss_func = bmt.loss.FusedCrossEntropy(reduction="none")
         # Which windows form a batch does not depend on the number of ranks, so that neither does any rounding.
-        self._batches = (torch.arange(count) * len(windows) // count).split(BATCH_SIZE)
+        self._batches = torch.split(torch.arange(count) * len(windows) // count, BATCH_SIZE)
         self._num_bytes = count * windows.length
 
     @torch.no_grad()

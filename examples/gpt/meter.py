@@ -6,12 +6,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import bmtrain as bmt
 import torch
+
+import bmtrain as bmt
 
 
 class Meter:
     """Adds up losses on the device, so that a step does not wait for the device to tell its loss."""
+
+    _loss: torch.Tensor
+    _steps: int
+    _tokens: int
+    _started: float
 
     def __init__(self) -> None:
         self._restart()

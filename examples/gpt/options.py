@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,20 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTS = "checkpoints"
 _LATEST = Path("latest")  # stands for: --resume without a path
 # What a run that goes on must have in common with the one that it goes on from.
-_FIXED = ("seed", "steps", "batch_size", "seq_len", "layers", "dim", "heads", "dtype", "optimizer", "lr", "warmup", "clip")
+_FIXED = (
+    "seed",
+    "steps",
+    "batch_size",
+    "seq_len",
+    "layers",
+    "dim",
+    "heads",
+    "dtype",
+    "optimizer",
+    "lr",
+    "warmup",
+    "clip",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +71,9 @@ class Options:
         if values["resume"] is _LATEST:
             values["resume"] = values["out"] / CHECKPOINTS
         options = cls(**values)
-        positive = "steps batch_size seq_len accumulate layers dim heads log_every eval_every eval_windows checkpoint_every"
+        positive = (
+            "steps batch_size seq_len accumulate layers dim heads log_every eval_every eval_windows checkpoint_every"
+        )
         for name in positive.split():
             if getattr(options, name) < 1:
                 parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}.")
@@ -88,52 +103,60 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT, sharded by ZeRO, on one process or under torchrun.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        description="Train a byte-level GPT, sharded by ZeRO, on one process or under torchrun.", allow_abbrev=False
     )
-    # An option without a default has none to show: its help says what happens without it.
-    nothing: dict[str, Any] = {"default": None, "metavar": "PATH"}
 
-    data = parser.add_argument_group("data and results")
-    data.add_argument("--data", type=Path, **nothing, help="a file, or a directory of text files; without: Python's own sources")
-    data.add_argument("--max-bytes", type=int, default=16 * 2**20, help="read no more text than this")
-    data.add_argument("--out", type=Path, default=Path("runs/gpt"), help="directory for all that the run writes")
-    data.add_argument(
-        "--resume", type=Path, nargs="?", const=_LATEST, **nothing,
-        help="go on from a checkpoint: a directory of them, or one step-N in it; with no PATH, the latest in --out",
-    )  # fmt: skip
-    data.add_argument("--init", type=Path, **nothing, help="begin with the weights in this file, as bmt.save wrote it")
-    data.add_argument("--seed", type=int, default=0, help="of the weights and the order of the data")
+    data = _adder(parser, "data and results")
+    data(
+        "--data", type=Path, metavar="PATH", help="a file, or a directory of text files; without: Python's own sources"
+    )
+    data("--max-bytes", type=int, default=16 * 2**20, help="read no more text than this")
+    data("--out", type=Path, metavar="PATH", default=Path("runs/gpt"), help="directory for all that the run writes")
+    resume_help = "go on from a checkpoint: a directory of them, or one step-N in it; with no PATH, the latest in --out"
+    data("--resume", type=Path, metavar="PATH", nargs="?", const=_LATEST, help=resume_help)
+    data("--init", type=Path, metavar="PATH", help="begin with the weights in this file, as bmt.save wrote it")
+    data("--seed", type=int, default=0, help="of the weights and the order of the data")
 
-    model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=int, default=4, help="number of blocks")
-    model.add_argument("--dim", type=int, default=128, help="width")
-    model.add_argument("--heads", type=int, default=4, help="number of attention heads")
-    model.add_argument("--seq-len", type=int, default=128, help="bytes per sequence")
-    model.add_argument("--dtype", choices=sorted(DTYPES), default="fp32", help="of parameters and computation")
+    model = _adder(parser, "model")
+    model("--layers", type=int, default=4, help="number of blocks")
+    model("--dim", type=int, default=128, help="width")
+    model("--heads", type=int, default=4, help="number of attention heads")
+    model("--seq-len", type=int, default=128, help="bytes per sequence")
+    model("--dtype", choices=sorted(DTYPES), default="fp32", help="of parameters and computation")
 
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=500, help="number of optimizer steps")
-    training.add_argument("--batch-size", type=int, default=32, help="sequences per step, of all ranks together")
-    training.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
-    training.add_argument("--optimizer", default="adam", help="any that bmt.optim.available() lists")
-    training.add_argument("--lr", type=float, default=5e-3, help="highest learning rate")
-    training.add_argument("--warmup", type=int, default=30, help="steps in which the learning rate rises, before it falls")
-    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    training = _adder(parser, "training")
+    training("--steps", type=int, default=400, help="number of optimizer steps")
+    training("--batch-size", type=int, default=32, help="sequences per step, of all ranks together")
+    training("--accumulate", type=int, default=1, help="micro-batches per step")
+    training("--optimizer", default="adam", metavar="NAME", help="any that bmt.optim.available() lists")
+    training("--lr", type=float, default=4e-3, help="highest learning rate")
+    training("--warmup", type=int, default=30, help="steps in which the learning rate rises, before it falls")
+    training("--clip", type=float, default=1.0, help="largest norm of the gradient")
 
-    sharding = parser.add_argument_group("sharding")
-    sharding.add_argument("--zero-level", type=int, choices=range(4), default=3, help="ZeRO level of the blocks")
-    sharding.add_argument(
+    sharding = _adder(parser, "sharding")
+    sharding("--zero-level", type=int, choices=range(4), default=3, help="ZeRO level of the blocks")
+    sharding(
         "--no-checkpoint", dest="checkpoint", action="store_false", help="keep activations instead of recomputing them"
     )
-    sharding.add_argument("--device", default=None, help="cpu or cuda; without: cuda where there is one")
+    sharding("--device", metavar="DEVICE", help="cpu or cuda; without: cuda where there is one")
 
-    reports = parser.add_argument_group("reports")
-    reports.add_argument("--log-every", type=int, default=10, help="steps between lines of metrics")
-    reports.add_argument("--eval-every", type=int, default=100, help="steps between evaluations on held-out text")
-    reports.add_argument("--eval-windows", type=int, default=512, help="sequences in an evaluation")
-    reports.add_argument("--checkpoint-every", type=int, default=250, help="steps between checkpoints")
-    reports.add_argument("--prompt", default="def ", help="beginning of the sample of generated text")
-    reports.add_argument("--sample-bytes", type=int, default=400, help="length of the sample")
+    reports = _adder(parser, "reports")
+    reports("--log-every", type=int, default=10, help="steps between lines of metrics")
+    reports("--eval-every", type=int, default=100, help="steps between evaluations on held-out text")
+    reports("--eval-windows", type=int, default=512, help="sequences in an evaluation")
+    reports("--checkpoint-every", type=int, default=200, help="steps between checkpoints")
+    reports("--prompt", default="def ", help="beginning of the sample of generated text")
+    reports("--sample-bytes", type=int, default=400, help="length of the sample; 0 for none")
     return parser
+
+
+def _adder(parser: argparse.ArgumentParser, title: str) -> Callable[..., None]:
+    """Return a function that adds an option to a new group; the help tells the default, if there is one."""
+    group = parser.add_argument_group(title)
+
+    def add(*names: str, help: str, **settings: Any) -> None:
+        if settings.get("type") in (int, float) and "choices" not in settings:
+            settings["metavar"] = "N"
+        group.add_argument(*names, help=f"{help} (default: %(default)s)" if "default" in settings else help, **settings)
+
+    return add

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import bmtrain as bmt
 import torch
+
+import bmtrain as bmt
 from evaluation import Evaluation
 from generation import generate, printable
 from meter import Meter
@@ -53,7 +55,7 @@ def train(options: Options) -> None:
     identity = {**options.fixed(), "text": common_fingerprint(text)}
     done, first_loss = 0, None
     if options.resume is not None:
-        done, first_loss = resume(options, model, optim_manager, identity)
+        done, first_loss = resume(options.resume, model, optim_manager, identity)
 
     def save(step: int) -> Any:
         extra = {"identity": identity, "first_loss": first_loss}
@@ -146,15 +148,13 @@ def accumulate_gradients(
     return total
 
 
-def resume(
-    options: Options, model: torch.nn.Module, optim_manager: Any, identity: dict[str, Any]
-) -> tuple[int, float]:
-    """Load the checkpoint; return the number of steps that it has behind it and the held-out loss before the first."""
-    restored = bmt.load_checkpoint(options.resume, model, optim_manager)
+def resume(path: Path, model: torch.nn.Module, optim_manager: Any, identity: dict[str, Any]) -> tuple[int, float]:
+    """Load the checkpoint at ``path``; return the number of steps that it has behind it and the held-out loss before the first."""
+    restored = bmt.load_checkpoint(path, model, optim_manager)
     changed = differences(restored["extra"]["identity"], identity)
     if changed:
         raise ValueError(
-            f"{options.resume} is of another run: {'; '.join(changed)}. Give the options and the data of that run,"
+            f"{path} is of another run: {'; '.join(changed)}. Give the options and the data of that run,"
             " or begin anew from its weights with --init."
         )
     return restored["step"], restored["extra"]["first_loss"]
@@ -184,15 +184,13 @@ def common_fingerprint(text: Text) -> int:
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Return the number of elements of all parameters, whole."""
-    return sum(parameter.full_shape.numel() for parameter in model.parameters())
+    return sum(p.full_shape.numel() for p in model.parameters() if isinstance(p, bmt.DistributedParameter))
 
 
 def write_sample(options: Options, model: torch.nn.Module, report: Report) -> None:
     """Let the model continue the prompt; show the text and keep it in ``sample.txt``. Collective."""
     prompt = options.prompt.encode()
-    sample = printable(
-        generate(model, prompt, length=options.sample_bytes, context=options.seq_len, seed=options.seed)
-    )
+    sample = printable(generate(model, prompt, length=options.sample_bytes, context=options.seq_len, seed=options.seed))
     report.say(f"\nThe model continues {options.prompt!r}:\n\n{sample}\n")
     if bmt.rank() == 0:
         (options.out / "sample.txt").write_text(sample, encoding="utf-8")

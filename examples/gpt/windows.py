@@ -28,10 +28,10 @@ class Windows:
 class Shard:
     """The windows that one data rank trains on: disjoint from every other rank's, for ever.
 
-    The global batch has ``batch_size`` slots. Slot s owns the windows s, s + batch_size, s + 2 * batch_size, …, and a rank owns
-    ``batch_size / world_size`` consecutive slots. Each slot goes through its windows in an order of its own, drawn anew in every epoch
-    from ``seed``. So a step trains on the same windows whatever the number of ranks is, a window never changes ranks, and
-    the step's number is all there is to know about the position in the data.
+    The global batch has ``batch_size`` slots. Slot s owns the windows s, s + batch_size, s + 2 * batch_size, …, and a rank
+    owns ``batch_size / world_size`` consecutive slots. Each slot goes through its windows in an order of its own, drawn
+    anew in every epoch from ``seed``. So a step trains on the same windows whatever the number of ranks is, a window never
+    changes ranks, and the step's number is all there is to know about the position in the data.
 
     >>> [Shard(8, batch_size=4, seed=0, rank=rank, world_size=2).indices(0).remainder(4).tolist() for rank in range(2)]
     [[0, 1], [2, 3]]
@@ -42,7 +42,8 @@ class Shard:
             raise ValueError(f"A batch of {batch_size} sequences cannot be divided evenly among {world_size} ranks.")
         if num_windows < batch_size:
             raise ValueError(
-                f"The text has {num_windows} windows, and a batch needs {batch_size}. Use more text, a smaller batch or shorter sequences."
+                f"The text has {num_windows} windows, and a batch needs {batch_size}."
+                " Use more text, a smaller batch or shorter sequences."
             )
         self._batch_size = batch_size
         self._seed = seed

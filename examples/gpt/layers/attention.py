@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import bmtrain as bmt
 import torch
 import torch.nn.functional as F
+
+import bmtrain as bmt
 
 from .linear import Linear
 
@@ -39,4 +40,5 @@ class Attention(bmt.DistributedModule):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mask = visible[:, None] if visible is not None else None
         read = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        return self.project_out(read.transpose(1, 2).flatten(2))
+        output: torch.Tensor = self.project_out(read.transpose(1, 2).flatten(2))
+        return output

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import bmtrain as bmt
 import torch
 import torch.nn.functional as F
+
+import bmtrain as bmt
 
 from .linear import Linear
 
@@ -27,4 +28,5 @@ class FeedForward(bmt.DistributedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take (..., dim_model) to (..., dim_model)."""
-        return self.w_out(F.gelu(self.w_in(x), approximate="tanh"))
+        output: torch.Tensor = self.w_out(F.gelu(self.w_in(x), approximate="tanh"))
+        return output

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import bmtrain as bmt
 import torch
 import torch.nn.functional as F
+
+import bmtrain as bmt
 
 
 class Linear(bmt.DistributedModule):

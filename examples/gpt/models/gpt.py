@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import bmtrain as bmt
 import torch
+
+import bmtrain as bmt
 from layers import Attention, Embedding, FeedForward, LayerNorm
 
 # Small embeddings and small outputs of the blocks: the first logits are near zero, so the first loss is near ln(vocab_size),
@@ -34,7 +35,8 @@ class TransformerEncoder(bmt.DistributedModule):
     def forward(self, hidden: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
         """Take (batch, length, dim_model) to the same shape; ``visible`` as in :class:`Attention`."""
         hidden = hidden + self.attn(self.ln_attn(hidden), visible)
-        return hidden + self.ff(self.ln_ff(hidden))
+        hidden = hidden + self.ff(self.ln_ff(hidden))
+        return hidden
 
 
 class GPT(bmt.DistributedModule):
@@ -71,9 +73,7 @@ class GPT(bmt.DistributedModule):
         )
         self.layernorm = LayerNorm(dim_model, bias=bias, dtype=dtype)
 
-    def forward(
-        self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits (batch, length, vocab_size) of the token after each of ``input_ids`` (batch, length).
 
         ``pos`` (batch, length) are the positions, below ``max_distance``. ``mask`` (batch, length) is False at padding, which no
@@ -86,4 +86,5 @@ class GPT(bmt.DistributedModule):
             visible = visible | torch.eye(pos.shape[1], dtype=torch.bool, device=pos.device)
         hidden = self.input_embedding(input_ids) + self.position_embedding(pos)
         hidden = self.transformers(hidden, visible)
-        return self.input_embedding(self.layernorm(hidden), projection=True)
+        logits: torch.Tensor = self.input_embedding(self.layernorm(hidden), projection=True)
+        return logits

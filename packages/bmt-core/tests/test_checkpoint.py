@@ -192,6 +192,15 @@ def test_a_link_is_followed_and_its_target_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").is_symlink() and (tmp_path / "real" / "model.pt").is_file()
 
 
+@pytest.mark.gpu
+def test_models_on_devices_save_and_load(tmp_path: Path) -> None:
+    path, world_size = str(tmp_path / "model.pt"), min(2, torch.cuda.device_count())
+    run_ranks(save_net, world_size, path, init={"device": "cuda"})
+    assert not any(getattr(value, "is_cuda", False) for value in torch.load(path, weights_only=True).values())
+    for init in ({"device": "cuda"}, {"device": "cpu"}):
+        assert run_ranks(load_net, world_size, path, init=init) == [whole_state(plain_net())] * world_size
+
+
 # ---- one tensor at a time ----
 
 

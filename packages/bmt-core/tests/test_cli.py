@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from bmt_core.builtin import bmt_cli_commands
@@ -171,27 +172,28 @@ def test_doctor_judges_the_environment(
 
 
 def test_doctor_says_why_kernels_are_not_active(bmt: Bmt, install: Install) -> None:
+    here, elsewhere = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
     install(
         "fast-kernels",
-        """
+        f"""
 from bmt_core.hookspecs import hookimpl
 from bmt_core.ops import KernelProvider
 class Fast(KernelProvider):
     name = "fast"
-    device_type = "cpu"
+    device_type = "{here}"
     def available(self):
-        return "this CPU has no AVX-1024"
+        return "this device has no AVX-1024"
 class Other(Fast):
     name = "other"
-    device_type = "cuda"
+    device_type = "{elsewhere}"
 @hookimpl
 def bmt_kernel_providers():
     return [Fast, Other]
 """,
     )
     output = bmt("doctor", plugins=("fast-kernels",)).output
-    assert "cannot be used: this CPU has no AVX-1024" in output
-    assert "is for cuda, and runs here use cpu" in output
+    assert "cannot be used: this device has no AVX-1024" in output
+    assert f"is for {elsewhere}, and runs here use {here}" in output
 
 
 # --- the rules of the environment ---

@@ -407,3 +407,25 @@ def ring(rank: int, size: int, comm: Any) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_old_names_work_on_tensors_and_storages(world_size: int) -> None:
     run_ranks(old_names, world_size)
+
+
+# ---- on devices ----
+
+
+def on_the_device() -> None:
+    with torch.device("cuda"):
+        on_any_tensor()
+        old_names()
+        assert bmt_core.gather_result(torch.ones(2)).is_cuda
+    assert not bmt_core.gather_result(torch.ones(2)).is_cuda
+    if bmt_core.world_size() > 1:
+        if bmt_core.rank() == 0:
+            distributed.send_activations(torch.ones(2, 3, device="cuda"), 1)
+        elif bmt_core.rank() == 1:
+            received = distributed.recv_activations(0)
+            assert received.is_cuda and received.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.gpu
+def test_tensors_of_devices_travel() -> None:
+    run_ranks(on_the_device, min(2, torch.cuda.device_count()), init={"device": "cuda"})

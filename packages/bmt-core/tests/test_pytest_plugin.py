@@ -12,6 +12,7 @@ import torch
 
 TESTS = """
 import os
+from dataclasses import dataclass
 
 import pytest
 
@@ -22,12 +23,22 @@ def world_size():
     return int(os.environ["WORLD_SIZE"])
 
 
+@dataclass
+class Own:
+    value: int
+
+
+def doubled(own):
+    return Own(2 * own.value)
+
+
 def test_on_one_rank():
     assert run_ranks(world_size, 1, init=None) == [1]
 
 
 def test_on_two_ranks(run_ranks):
     assert run_ranks(world_size, 2, init=None) == [2, 2]
+    assert run_ranks(doubled, 2, Own(3), init=None) == [Own(6), Own(6)]
 
 
 def test_that_fails_on_two_ranks():
@@ -49,11 +60,15 @@ def test_on_gpu():
 def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped(tmp_path: Path, options: list[str]) -> None:
     if options:
         pytest.importorskip("xdist")
-    (tmp_path / "test_something.py").write_text(TESTS)
+    # Not below the current directory, so that no rank can import the module by the name that pytest gives it.
+    directory = tmp_path / "some-package" / "tests"
+    directory.mkdir(parents=True)
+    (directory / "test_something.py").write_text(TESTS)
+    (tmp_path / "elsewhere").mkdir()
     plugin = ["-p", "bmt_core.testing.pytest_plugin", "--strict-markers", "--import-mode=importlib", "-rs"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, *options],
-        cwd=tmp_path,
+        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, *options, str(directory)],
+        cwd=tmp_path / "elsewhere",
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         capture_output=True,
         text=True,

@@ -341,6 +341,40 @@ def test_zero_grad_of_either_kind_clears_everything(level: int, set_to_none: boo
         assert values == [2.0] * 15
 
 
+class SkipsEmpty(torch.optim.Optimizer):
+    """Passes over empty parameters, as it may."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel() and parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def tiny_block(level: int, sharded: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module: nn.Module = nn.Linear(2, 2)
+    if sharded:
+        Block(module, zero_level=level)
+    optimizer = SkipsEmpty(module.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        (module(torch.ones(1, 2)).square().sum() / runtime.world_size()).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_ranks_without_elements_agree_about_gathering_again(level: int) -> None:
+    expected = tiny_block(level, sharded=False)
+    for state in run_ranks(tiny_block, 4, level, True, timeout=30):
+        torch.testing.assert_close(state, expected)
+
+
 def same_module_twice() -> Any:
     torch.manual_seed(0)
     layer = Layer(WIDTH, 9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,15 +64,15 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def my_part(tensor: torch.Tensor) -> torch.Tensor:
     share = len(tensor) // runtime.world_size()
-    return tensor[runtime.rank() * share :][:share]
+    return tensor[runtime.rank() * share :][:share].to(runtime.current().device)
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if parameter.grad is None:
         return None
     if isinstance(parameter, DistributedParameter):
-        return parameter.gather_like(parameter.grad).clone()
-    return parameter.grad.clone()
+        return parameter.gather_like(parameter.grad).cpu().clone()
+    return parameter.grad.cpu().clone()
 
 
 def train(
@@ -96,11 +95,12 @@ def train(
             tokens, targets = (data(part) for part in batch(step * micro_batches + micro))
             loss = loss_of(model(tokens), targets)
             loss.backward()
-            total += loss.detach()
+            total += loss.detach().cpu()
         losses.append(total)
         grads = {name: full_gradient(p) for name, p in model.named_parameters()}
         opt.step()
-    return {"loss": torch.stack(losses), "grad": grads, "state": copy.deepcopy(model.state_dict())}
+    state = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    return {"loss": torch.stack(losses), "grad": grads, "state": state}
 
 
 def plain(steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> dict[str, Any]:

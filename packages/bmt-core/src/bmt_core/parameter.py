@@ -30,6 +30,9 @@ _torch_data: Any = torch._C.TensorBase.__dict__["data"]
 class Owner(Protocol):
     """Who keeps a parameter's part inside a larger storage."""
 
+    def data_changed(self) -> None:
+        """An optimizer stepped a part."""
+
     def data_replaced(self) -> None:
         """A part was given other memory: take it over before the next use."""
 
@@ -112,7 +115,10 @@ class DistributedParameter(torch.nn.Parameter):
         return self.gather_all()
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of :attr:`full_shape`, of what lies like this parameter's part (optimizer state, say). Collective."""
+        """Return the whole, of :attr:`full_shape`, of what lies like this parameter's part (optimizer state, say). Collective.
+
+        Where one rank holds everything (one rank, ZeRO level 0) it is a view of ``part``.
+        """
         return self._shard.assemble(part)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:

@@ -61,10 +61,15 @@ class FlatShard:
         self._resident = self.is_whole
         self._is_current = False
         self._versions = self._current_versions()
+        self._stepped = False
         self._unreduced: torch.Tensor | None = None
         self._witness: GradientWitness | None = None
         self.generation = 0
         self.stale = False
+
+    def data_changed(self) -> None:
+        """An optimizer stepped parameters of this shard (:class:`bmt_core.parameter.Owner`)."""
+        self._stepped = True
 
     def data_replaced(self) -> None:
         """A parameter was given other memory: it must be laid out again before the next use (:class:`bmt_core.parameter.Owner`)."""
@@ -84,8 +89,9 @@ class FlatShard:
     def observe(self) -> None:
         """Look whether the shards were changed since the last look; :attr:`generation` counts how often they were."""
         versions = self._current_versions()
-        if versions != self._versions:
+        if self._stepped or versions != self._versions:
             self._versions = versions
+            self._stepped = False
             self._is_current = False
             self.generation += 1
 

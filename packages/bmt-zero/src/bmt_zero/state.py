@@ -19,6 +19,7 @@ from bmt_core.scope import gather_once
 from bmt_zero.flat import FlatShard
 from bmt_zero.nested import map_tensors, tensors_in
 from bmt_zero.recompute import recomputed
+from bmt_zero.steps import watch_steps
 from bmt_zero.structure import structure_epoch, watch_structure
 from bmt_zero.use import Enter, Leave, Use
 
@@ -79,6 +80,7 @@ class BlockState:
         Collective if there are any.
         """
         watch_structure()
+        watch_steps()
         if self._epoch == structure_epoch() and not any(flat.stale for flat in self.flats):
             return
         self._epoch = structure_epoch()

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,6 +65,9 @@ class FunctionReference:
         spec = None if self.file is None else importlib.util.spec_from_file_location(self.module, self.file)
         if spec is None or spec.loader is None or _is_importable(self.module, self.file):
             return importlib.import_module(self.module)
+        # Unpickling something of a module "a.b" imports "a" too.
+        for parent in accumulate(self.module.split(".")[:-1], "{}.{}".format):
+            sys.modules.setdefault(parent, ModuleType(parent))
         module = importlib.util.module_from_spec(spec)
         sys.modules[self.module] = module
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
     config.addinivalue_line("markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool")
     pool.on_run(_note_run)
+    # torch looks up the name of each socket's address. All of them are on this machine, and a name server that does not
+    # answer would stall a test for 5 seconds each time.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -51,6 +51,10 @@ def adam_step(
     settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, hold, scale, clip, skip)
     for rows in _batches(params, grads, exp_avgs, exp_avg_sqs, masters):
         _update(rows, settings)
+    if not hold:
+        # Whether a parameter was written is seen by its version, and must be seen on ranks that hold no element of it too.
+        for empty in (param for param in params if not param.numel()):
+            empty.zero_()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""What the documents promise about the tests is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_test_that_the_failure_modes_name_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "failure-modes.md").read_text()))
+    sources = [*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("integration-tests/test_*.py")]
+    defined = {name for source in sources for name in re.findall(r"^def (test_\w+)", source.read_text(), re.MULTILINE)}
+    assert named and sorted(named - defined) == []
+
+
+def test_every_link_between_documents_leads_somewhere() -> None:
+    documents = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("packages/*/README.md"),
+        *ROOT.glob("examples/*/*.md"),
+    ]
+    broken = [
+        f"{document.relative_to(ROOT)}: {target}"
+        for document in documents
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text())
+        if not (document.parent / target).exists()
+    ]
+    assert broken == []

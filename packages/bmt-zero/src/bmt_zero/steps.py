@@ -1,0 +1,36 @@
+"""Tell flat shards that an optimizer stepped their parameters.
+
+Version counters alone would not do: a rank whose part of a block is empty sees none of them move when the optimizer passes over empty
+tensors, and ranks would disagree about gathering again. That an optimizer stepped is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bmt_core.parameter import DistributedParameter
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+
+class _Watch:
+    installed = False
+
+
+def watch_steps() -> None:
+    """Start telling, once in a process."""
+    if not _Watch.installed:
+        _Watch.installed = True
+        register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    owners = {
+        parameter._owner
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if isinstance(parameter, DistributedParameter) and parameter.grad is not None
+    }
+    for reference in owners:
+        owner = reference() if reference is not None else None
+        if owner is not None:
+            owner.data_changed()
