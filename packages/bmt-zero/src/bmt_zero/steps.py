@@ -1,15 +1,17 @@
 """Tell flat shards that an optimizer stepped their parameters.
 
-Version counters alone would not do: a rank whose part of a block is empty sees none of them move when the optimizer passes over empty
-tensors, and ranks would disagree about gathering again. That an optimizer stepped is the same on every rank.
+Version counters alone would not do: a rank whose part of a block is empty sees none of them move when the optimizer
+passes over empty tensors, and ranks would disagree about gathering again. That an optimizer stepped is the same on
+every rank.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from bmt_core.parameter import DistributedParameter
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from bmt_core.parameter import DistributedParameter
 
 
 class _Watch:
