@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -18,6 +17,8 @@ import bmt_core
 from bmt_core.checkpoint.random_state import random_states, restore_random_states
 from bmt_core.errors import CheckpointError
 from bmt_core.testing import run_ranks
+
+numpy = pytest.importorskip("numpy")  # no dependency; its generator is restored where it is installed
 
 
 class Net(bmt_core.DistributedModule):

@@ -6,7 +6,6 @@ import os
 import random
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -110,10 +109,13 @@ def test_pin_cpu_gives_each_rank_its_share() -> None:
 
 
 def draws() -> tuple[float, float, float]:
+    import numpy
+
     return float(torch.rand(())), random.random(), float(numpy.random.rand())
 
 
 def test_every_rank_is_seeded_alike_and_as_plain_torch() -> None:
+    numpy = pytest.importorskip("numpy")  # no dependency: seeded where it is installed
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)

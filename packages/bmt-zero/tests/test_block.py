@@ -302,7 +302,9 @@ def copies() -> dict[str, Any]:
     expected = block(x)
     result: dict[str, Any] = {}
     for twin in made:
-        assert isinstance(twin, Block) and isinstance(twin, Layer) and twin.zero_level == 2 and not twin.use_checkpoint
+        assert (
+            isinstance(twin, Block) and isinstance(twin, Layer) and twin._zero_level == 2 and not twin._use_checkpoint
+        )
         assert all(isinstance(p, DistributedParameter) for p in twin.parameters())
         assert twin.up.weight is twin.gate.weight
         torch.testing.assert_close(twin(x), expected)
@@ -346,13 +348,13 @@ def levels_changed() -> list[Any]:
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1, momentum=0.9)
     resident = []
     for level in (3, 2, 1, 3):
-        block.zero_level = level
+        block._zero_level = level
         optimizer.zero_grad()
         block(torch.linspace(-1, 1, 12).view(2, 6)).sum().backward()
         optimizer.step()
         resident.append(gathered_memory.current > 0)
     with pytest.raises(ConfigError, match="zero_level cannot change from 3 to 0"):
-        block.zero_level = 0
+        block._zero_level = 0
     return [{key: value.clone() for key, value in block.state_dict().items()}, resident]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from zero_models import plain, sharded
+from zero_models import adam, plain, sharded
 
 from bmt_core.testing import run_ranks
 
@@ -48,10 +48,6 @@ def test_bfloat16_training_equals_plain_torch_to_its_rounding(world_size: int, l
 def test_accumulated_micro_batches_equal_plain_torch(world_size: int, levels: tuple[int, ...]) -> None:
     results = run_ranks(sharded, world_size, levels, True, micro_batches=3)
     assert_equal(results, plain(micro_batches=3), rtol=1e-4, atol=1e-6)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -11,7 +11,7 @@ from torch import nn
 from bmt_core import runtime
 from bmt_core.param_init import init_parameters
 from bmt_core.parameter import DistributedParameter
-from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+from bmt_zero import Block, BMTrainModelWrapper
 
 BATCH = 4  # samples in the whole batch: divided over the ranks
 
@@ -103,6 +103,10 @@ def train(
     return {"loss": torch.stack(losses), "grad": grads, "state": state}
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 def plain(steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
     return train(Model(dtype=dtype), steps, lambda part: part, **kwargs)
@@ -117,6 +121,3 @@ def sharded(
     BMTrainModelWrapper(model)
     init_parameters(model)
     return train(model, steps, my_part, **kwargs)
-
-
-__all__ = ["Block", "Layer", "Model", "TransformerBlockList", "batch", "plain", "sharded", "train"]

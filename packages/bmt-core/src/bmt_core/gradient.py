@@ -70,6 +70,9 @@ class GradientSum:
         dtype = self._parameters[0].dtype
         if reduced.dtype == dtype:
             return self._needed(reduced, needed)
+        if not all(needed):
+            # The sum is what stands behind .grad: what this pass does not add there is no part of it.
+            torch._foreach_zero_([view for view, wanted in zip(self.views(reduced), needed, strict=True) if not wanted])
         if any(p.grad is not None for p in self._parameters):
             total = self._present()
             total += reduced
@@ -106,6 +109,8 @@ class GradientSum:
 
 def accumulates(leaf: torch.nn.Parameter) -> bool:
     """Whether the backward pass under way will add to ``leaf.grad``, as opposed to ``torch.autograd.grad``, which returns it."""
+    if not leaf.requires_grad:  # frozen since forward: autograd passes it over
+        return False
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

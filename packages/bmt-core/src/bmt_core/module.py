@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from bmt_core.errors import ConfigError
 from bmt_core.parameter import DistributedParameter
-from bmt_core.scope import forward_scope, gather_once
+from bmt_core.scope import forward_scope, gather_once, reading_parts
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -34,6 +35,11 @@ class DistributedModule(nn.Module):
         with forward_scope():
             return super().__call__(*args, **kwargs)
 
+    def extra_repr(self) -> str:
+        """What the module says of itself, read off the parts: printing on one rank alone must not gather."""
+        with reading_parts():
+            return super().extra_repr()
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, True)
         for key in [prefix + name for name in (*self._parameters, *self._buffers)]:
@@ -51,6 +57,7 @@ class DistributedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        refuse_assign(local_metadata)
         parts = dict(state_dict)
         for name, parameter in self._parameters.items():
             replace_by_part(parts, prefix + name, parameter, error_msgs)
@@ -58,6 +65,14 @@ class DistributedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_extended(self, protocol)
+
+
+def refuse_assign(metadata: dict[str, Any]) -> None:
+    """Raise when ``load_state_dict(assign=True)`` is under way: it would put whole tensors in the place of parts."""
+    if metadata.get("assign_to_params_buffers"):
+        raise ConfigError(
+            "load_state_dict(assign=True) cannot fill sharded parameters. Leave assign out: values are copied."
+        )
 
 
 def whole_value(value: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,13 @@ torch's own ``.data``), and assigning ``.data`` tells the owner.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
+from torch.autograd.function import once_differentiable
 
 from bmt_core.comm.api import Group
 from bmt_core.comm.autograd import AllGather
@@ -36,6 +37,9 @@ class Owner(Protocol):
     def data_replaced(self) -> None:
         """A part was given other memory: take it over before the next use."""
 
+    def complete_gradients(self) -> None:
+        """Reduce gradients that were kept back. Collective."""
+
 
 class DistributedParameter(torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
@@ -54,6 +58,9 @@ class DistributedParameter(torch.nn.Parameter):
     _tp_split_dim: int
     _in_block: bool
     _owner: weakref.ref[Owner] | None
+    _initialized: bool
+    _shared: bool
+    _flat_index: int | None
 
     def __new__(
         cls,
@@ -134,9 +141,11 @@ class DistributedParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        before = self.data_ptr(), self.dtype, self.shape
+        # The storage, not the address: every rank must notice, also one whose part is empty and has no address.
+        storage = self.untyped_storage()
+        before = storage._cdata, self.storage_offset(), self.dtype, self.shape
         _torch_data.__set__(self, value)
-        if before == (self.data_ptr(), self.dtype, self.shape):
+        if before == (self.untyped_storage()._cdata, self.storage_offset(), self.dtype, self.shape):
             return
         owner = self._owner() if self._owner is not None else None
         if owner is not None:
@@ -152,6 +161,7 @@ class DistributedParameter(torch.nn.Parameter):
         if id(self) not in memo:
             copied = torch.Tensor._make_subclass(type(self), self.detach().clone(), self.requires_grad)
             copied._set_place(self._shard, self._init_method, self._tp_mode, self._tp_split_dim)
+            copied._set_history(self._history())
             if self.grad is not None:
                 copied.grad = self.grad.detach().clone()
             memo[id(self)] = copied
@@ -161,7 +171,7 @@ class DistributedParameter(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         place = (self._shard.shape, self._shard.ranges, self.group.ranks, self._shard.replicated)
         tp = (self._tp_mode, self._tp_split_dim)
-        return _rebuild, (self.detach().clone(), self.requires_grad, place, self._init_method, *tp)
+        return _rebuild, (self.detach().clone(), self.requires_grad, place, self._init_method, *tp, self._history())
 
     @property
     def _original_shape(self) -> torch.Size:
@@ -199,7 +209,15 @@ class DistributedParameter(torch.nn.Parameter):
         self._in_block = False
         self._owner = None
         self._sum: GradientSum | None = None
-        self._initialized = False
+        self._set_history((False, False, None))
+
+    def _history(self) -> tuple[bool, bool, int | None]:
+        return self._initialized, self._shared, self._flat_index
+
+    def _set_history(self, history: tuple[bool, bool, int | None]) -> None:
+        # Whether the values are final; whether several Blocks use it, and none may shard it with its own; which of its
+        # Block's flat shards it lies in, so that laying out again changes no rank's part.
+        self._initialized, self._shared, self._flat_index = history
 
     def _gradient_sum(self) -> GradientSum:
         if self._sum is None:
@@ -215,6 +233,18 @@ for _types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_
         _types.append(DistributedParameter)  # type: ignore[arg-type]  # the list's type is inferred from its contents
 
 
+def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Bring ``.grad`` of ``parameters`` up to date before an optimizer reads it: reduce what was kept back. Collective.
+
+    Gradients are kept back between micro-batches; this matters for a block that took no part in the last one.
+    """
+    references = [p._owner for p in parameters if isinstance(p, DistributedParameter) and p._owner is not None]
+    for reference in dict.fromkeys(references):
+        owner = reference()
+        if owner is not None:
+            owner.complete_gradients()
+
+
 def whole_tensor_shard(shape: torch.Size, group: Group) -> Shard:
     """Return the layout of a parameter that is sharded alone: equal consecutive parts."""
     return Shard(shape, even_ranges(shape.numel(), group.size), group)
@@ -227,6 +257,8 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     """
     if not isinstance(parameter, DistributedParameter):
         _check(parameter)
+        # A graph made before may keep the gradient accumulator alive, which expects the old shape; a change of dtype drops it.
+        parameter.data = torch.empty(0, dtype=torch.float64 if part.dtype == torch.float32 else torch.float32)
         parameter.data = part
         parameter.__class__ = DistributedParameter
         made: Any = parameter
@@ -247,12 +279,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, parameter: DistributedParameter) -> torch.Tensor:
         ctx.parameter = parameter
-        return parameter._shard.assemble(part.detach())
+        full = parameter._shard.assemble(part.detach())
+        # With one rank it would be the part itself: a write to a gathered tensor must not depend on the number of ranks.
+        return full.clone() if full.untyped_storage()._cdata == part.untyped_storage()._cdata else full
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         parameter: DistributedParameter = ctx.parameter
-        reduced = parameter._shard.reduce(grads[0])
+        grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
+        reduced = parameter._shard.reduce(grad)
         gradient = parameter._gradient_sum()
         add = gradient.add if accumulates(parameter) else gradient.rounded
         return add(reduced, [True])[0], None
@@ -265,11 +301,13 @@ def _rebuild(
     init_method: InitMethod | None,
     tp_mode: bool,
     tp_split_dim: int,
+    history: tuple[bool, bool, int | None],
 ) -> DistributedParameter:
     shape, ranges, ranks, replicated = place
     shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)
     parameter = torch.Tensor._make_subclass(DistributedParameter, part, requires_grad)
     parameter._set_place(shard, init_method, tp_mode, tp_split_dim)
+    parameter._set_history(history)
     return parameter
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import sys
@@ -159,19 +160,25 @@ def init_distributed(
     # Left together: a rank that went on and shut down would close connections that a slower one is still making.
     with StartTogether("connections", store, launch, settings.timeout):
         backend: CommBackend = backend_class(context)
-    runtime = Runtime(
-        settings=settings,
-        launch=launch,
-        device=chosen,
-        registry=registry,
-        topology=Topology(sizes, launch.rank, backend),
-        backend=backend,
-        kernels=kernels,
-    )
-    if pin_cpu:
-        _pin_cpu(launch)
-    _seed(seed)
+    try:
+        runtime = Runtime(
+            settings=settings,
+            launch=launch,
+            device=chosen,
+            registry=registry,
+            topology=Topology(sizes, launch.rank, backend),
+            backend=backend,
+            kernels=kernels,
+        )
+        if pin_cpu:
+            _pin_cpu(launch)
+        _seed(seed)
+    except BaseException:
+        backend.close()
+        raise
     _current = runtime
+    # Scripts that never call shutdown() end well too: process groups left to the interpreter's exit can abort it.
+    atexit.register(shutdown)
     try:
         registry.run_started(runtime)
     except BaseException:
@@ -190,6 +197,7 @@ def shutdown() -> None:
     if _current is None:
         return
     runtime = _current
+    atexit.unregister(shutdown)
     try:
         runtime.registry.run_stopping(runtime)
     finally:

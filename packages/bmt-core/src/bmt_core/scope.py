@@ -25,7 +25,8 @@ class _Scope(threading.local):
     depth = 0
 
     def __init__(self) -> None:
-        self.gathered: dict[tuple[int, bool], _Gathered] = {}
+        self.gathered: dict[tuple[int, bool, bool], _Gathered] = {}
+        self.reads_parts = False
 
 
 _scope = _Scope()
@@ -46,14 +47,33 @@ def forward_scope() -> Iterator[None]:
             _scope.gathered.clear()
 
 
+@contextmanager
+def reading_parts() -> Iterator[None]:
+    """Inside, attributes of a ``DistributedModule`` are the parts: nothing is gathered."""
+    before, _scope.reads_parts = _scope.reads_parts, True
+    try:
+        yield
+    finally:
+        _scope.reads_parts = before
+
+
+def is_gathered(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is what :func:`gather_once` returned in the call under way."""
+    storage = tensor.untyped_storage()._cdata
+    return any(found.full.untyped_storage()._cdata == storage for found in _scope.gathered.values())
+
+
 def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     """Return ``parameter.gather()``, made once per outermost call however often it is asked for. Collective.
 
     It is made again when the parameter has changed, or for autograd after it was made without.
     """
+    if _scope.reads_parts:
+        return parameter
     if _scope.depth == 0:
         return parameter.gather()
-    key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)
+    with_grad = torch.is_grad_enabled() and parameter.requires_grad
+    key = (id(parameter), with_grad, torch.is_inference_mode_enabled())
     found = _scope.gathered.get(key)
     if found is None or found.version != parameter._version:
         found = _Gathered(parameter, parameter._version, parameter.gather())

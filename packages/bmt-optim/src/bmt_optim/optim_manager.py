@@ -27,6 +27,7 @@ import torch
 from bmt_core.comm.objects import broadcast_object, together
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
+from bmt_core.parameter import complete_gradients
 from bmt_core.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
 from bmt_optim.logical_state import Named, load_logical_state, logical_state
@@ -161,7 +162,7 @@ class OptimManager:
         if not p > 0:
             raise ValueError(f"norm_type must be positive or 'inf', it is {norm_type!r}.")
         parameters = _unique(_parameters(param_groups))
-        self._sum_plain(_unique([*self._all_parameters(), *parameters]))
+        self._complete(_unique([*self._all_parameters(), *parameters]))
         scale = self.loss_scale
         return clip(parameters, max_norm * scale, p, eps, self._device()) / scale
 
@@ -170,7 +171,7 @@ class OptimManager:
         """Step all optimizers and then their schedulers, unless a gradient is not finite: see the class."""
         self.settle()
         parameters = _unique(self._all_parameters())
-        self._sum_plain(parameters)
+        self._complete(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
         flag = self._non_finite(grads)
         self._plain.forget()
@@ -267,7 +268,8 @@ class OptimManager:
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
-    def _sum_plain(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def _complete(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        complete_gradients(parameters)
         if self.sum_plain_gradients:
             self._plain.sum(parameters, world())
 

@@ -20,7 +20,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     of memory and are reduced at every micro-batch. The sums are the same either way. ``zero_grad`` drops what is
     kept.
     """
-    states = [module._bmt_block for module in model.modules() if isinstance(module, Block) and module.zero_level < 2]
+    states = [module._bmt_block for module in model.modules() if isinstance(module, Block) and module._zero_level < 2]
     before = [state.schedule for state in states]
     for state in states:
         state.set_use(dataclasses.replace(state.schedule, last_backward=False))

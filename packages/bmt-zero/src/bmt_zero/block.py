@@ -9,7 +9,7 @@ from torch import nn
 
 from bmt_core.config import check_zero_level
 from bmt_core.errors import ConfigError
-from bmt_core.module import extend, reduce_extended, replace_by_part, whole_value
+from bmt_core.module import extend, reduce_extended, refuse_assign, replace_by_part, whole_value
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
 from bmt_zero.state import BlockState
@@ -78,21 +78,21 @@ class Block(nn.Module):
         return super().forward(*args, **kwargs)
 
     @property
-    def zero_level(self) -> int:
+    def _zero_level(self) -> int:
         """The block's ZeRO level; may be changed between steps among 1, 2 and 3."""
         return self._bmt_block.level
 
-    @zero_level.setter
-    def zero_level(self, level: int) -> None:
+    @_zero_level.setter
+    def _zero_level(self, level: int) -> None:
         self._bmt_block.set_level(check_zero_level(level))
 
     @property
-    def use_checkpoint(self) -> bool:
+    def _use_checkpoint(self) -> bool:
         """Whether activations are recomputed in backward; may be changed between steps."""
         return self._bmt_block.use_checkpoint
 
-    @use_checkpoint.setter
-    def use_checkpoint(self, value: bool) -> None:
+    @_use_checkpoint.setter
+    def _use_checkpoint(self, value: bool) -> None:
         self._bmt_block.use_checkpoint = value
 
     @property
@@ -127,6 +127,7 @@ class Block(nn.Module):
         extra: Any,
         errors: Any,
     ) -> None:
+        refuse_assign(metadata)
         # torch hands this same dict on to the modules inside, whose own loading then meets parts.
         for name, parameter in self.named_parameters(remove_duplicate=False):
             replace_by_part(state_dict, prefix + name, parameter, errors)

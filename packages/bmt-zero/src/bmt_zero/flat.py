@@ -2,8 +2,8 @@
 
 [Note: one storage] The full buffer is one storage for the life of the block; "freed" means resized to zero bytes.
 Autograd saves views of weights: they neither pin the memory nor dangle, for when the buffer is gathered again it is
-the same storage. Reading such a view while the buffer is freed raises, in torch itself. Gathers write through a
-tensor with a version counter of its own: filling the buffer again with the same values is no modification that
+the same storage. A view that is read while the buffer is freed has no memory: see :mod:`bmt_zero.saved`. Gathers write
+through a tensor with a version counter of its own: filling the buffer again with the same values is no modification that
 autograd should complain about.
 """
 
@@ -119,7 +119,11 @@ class FlatShard:
 
     def is_full_storage(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the full buffer, which may be freed."""
-        return not self.is_whole and tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata
+        return not self.is_whole and self.is_view(tensor)
+
+    def is_view(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the full parameters."""
+        return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
 
     def forget_cleared_gradients(self) -> None:
         """Drop sums whose gradients the user cleared: see the note on gradient accumulation in :mod:`bmt_core.gradient`."""
@@ -133,6 +137,9 @@ class FlatShard:
         What :meth:`hold` kept is part of it. Half types are summed in float32, which is then the dtype of the result.
         """
         self.forget_cleared_gradients()
+        if self.level == 1:
+            # What follows a reduction is an update, by whomever; that it was reduced is known to every rank alike.
+            self._is_current = False
         wide = summation_dtype(self.dtype)
         if self._unreduced is not None:
             buffer, self._unreduced, self._witness = self._unreduced, None, None
@@ -147,23 +154,35 @@ class FlatShard:
         self.group.reduce_scatter(output, buffer).wait()
         return output
 
-    def hold(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Keep ``grads`` for a later :meth:`reduce`, summed locally in float32; return what autograd shall add to ``.grad``.
+    def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Keep ``grads`` for a later :meth:`reduce`, summed locally in float32.
 
-        That is zeros where there is no gradient yet: when ``zero_grad`` touches them, what is kept here goes too.
+        ``.grad`` becomes zero where there is none yet: when ``zero_grad`` touches it, what is kept here goes too.
         """
         self.forget_cleared_gradients()
         if self._unreduced is None:
             self._unreduced = torch.zeros(self.layout.total, dtype=summation_dtype(self.dtype), device=self.device)
         self._add(self._unreduced, grads)
         zeros = self.sum.views(torch.zeros_like(self.shard))
-        returned = [
-            zero if wanted and parameter.grad is None else None
-            for zero, wanted, parameter in zip(zeros, needed, self.parameters, strict=True)
-        ]
-        left = [new if new is not None else p.grad for new, p in zip(returned, self.parameters, strict=True)]
-        self._witness = GradientWitness(self.parameters, left)
-        return returned
+        for parameter, zero, grad in zip(self.parameters, zeros, grads, strict=True):
+            if parameter.grad is None and (grad is not None or parameter.requires_grad):
+                parameter.grad = zero
+        self._witness = GradientWitness(self.parameters, [parameter.grad for parameter in self.parameters])
+
+    def complete_gradients(self) -> None:
+        """Reduce what :meth:`hold` kept and no later backward took along (:class:`bmt_core.parameter.Owner`). Collective."""
+        self.forget_cleared_gradients()
+        if self._unreduced is None:
+            return
+        needed = [parameter.requires_grad for parameter in self.parameters]
+        reduced = self.reduce([None] * len(self.parameters))
+        for parameter, grad in zip(self.parameters, self.sum.add(reduced, needed), strict=True):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def is_hooked(self) -> bool:
+        """Whether the user watches gradients of these parameters, so that each must reach autograd."""
+        return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self.parameters)
 
     def _adopt(
         self, parameter: torch.nn.Parameter, number: int, shape: torch.Size, place: torch.Tensor

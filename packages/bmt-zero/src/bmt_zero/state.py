@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from bmt_core.scope import gather_once
 from bmt_zero.flat import FlatShard
 from bmt_zero.nested import map_tensors, tensors_in
 from bmt_zero.recompute import recomputed
+from bmt_zero.saved import saved_for_backward
 from bmt_zero.steps import watch_steps
-from bmt_zero.structure import structure_epoch, watch_structure
+from bmt_zero.structure import running, structure_epoch, watch_structure
 from bmt_zero.use import Enter, Leave, Use
 
 
@@ -81,8 +83,16 @@ class BlockState:
         """
         watch_structure()
         watch_steps()
-        if self._epoch == structure_epoch() and not any(flat.stale for flat in self.flats):
+        if self._epoch == structure_epoch() and not any(flat.stale for flat in self.flats) and self._in_place():
             return
+        # A copy may be called for the first time under inference_mode, and must be trainable later.
+        with torch.inference_mode(False):
+            self._take_over(block)
+
+    def _in_place(self) -> bool:
+        return all(holder.get(name) is parameter for holder, name, parameter in self._places)
+
+    def _take_over(self, block: nn.Module) -> None:
         self._epoch = structure_epoch()
         places = list(_places_of(block))
         wanted = list(dict.fromkeys(place.parameter for place in places))
@@ -91,7 +101,7 @@ class BlockState:
             if flat not in kept:
                 flat.discard()
         own = {id(parameter) for flat in kept for parameter in flat.parameters}
-        new = [p for p in wanted if id(p) not in own and not getattr(p, "_bmt_shared", False)]
+        new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
         self.flats = kept + self._lay_out(new, places)
         self._places = [Place(*place) for place in places]
         device = current().device
@@ -111,7 +121,11 @@ class BlockState:
         try:
             token, fulls = self._enter(use)
             if self.use_checkpoint and torch.is_grad_enabled():
-                outputs = recomputed(lambda a, k: self._inside(call, fulls, a, k), use, args, kwargs)
+                buffers = [buffer for module in block.modules() for buffer in module._buffers.values()]
+                outputs = recomputed(lambda a, k: self._inside(call, fulls, a, k), use, buffers, args, kwargs)
+            elif self.level == 3 and torch.is_grad_enabled():
+                with saved_for_backward(use):
+                    outputs = self._inside(call, fulls, args, kwargs)
             else:
                 outputs = self._inside(call, fulls, args, kwargs)
             outputs = self._leave(use, token, tensors_in((args, kwargs)), outputs)
@@ -142,9 +156,11 @@ class BlockState:
             found = by_parameter.get(id(parameter))
             holder[name] = gather_once(parameter) if found is None else found
         self.running = True
+        running.append(self.flats)
         try:
             yield
         finally:
+            running.remove(self.flats)
             self.running = False
             for holder, name, parameter in places:
                 holder[name] = parameter
@@ -153,13 +169,17 @@ class BlockState:
         # A parameter that is returned must outlive the buffer.
         outputs = map_tensors(lambda t: t.clone() if any(f.is_full_storage(t) for f in self.flats) else t, outputs)
         gated = [output for output in tensors_in(outputs) if output.requires_grad]
+        if token is not None and not gated:
+            # The parameters took no part on this rank, but may have on others: the block must be in the graph on all.
+            gated = [output for output in tensors_in(outputs) if output.is_floating_point()]
         if not gated or not torch.is_grad_enabled():
             return outputs
         if token is None:
             # All parameters are frozen: there is no Enter to run after the block, but its inputs' gradients come last.
             token = torch.empty(0, device=gated[0].device)
             sources = [tensor for tensor in inputs if tensor.requires_grad]
-            register_multi_grad_hook(sources, lambda _: use.let_go())
+            if sources:
+                use.hook = register_multi_grad_hook(sources, _Ends(use))
         left = Leave.apply(use, token, *gated)  # type: ignore[no-untyped-call]
         passed = {id(old): new for old, new in zip(gated, left, strict=True)}
         return map_tensors(lambda t: passed.get(id(t), t), outputs)
@@ -178,10 +198,17 @@ class BlockState:
         kinds: dict[Any, tuple[Group, list[nn.Parameter]]] = {}
         for parameter in parameters:
             group = self._group_of(parameter, places)
-            key = (parameter.dtype, parameter.requires_grad, group.ranks)
+            index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
+            # Where it lay before, or by whether it trains now: freezing later must not move what the optimizer knows.
+            key = (index, parameter.dtype, parameter.requires_grad if index is None else None, group.ranks)
             kinds.setdefault(key, (group, []))[1].append(parameter)
         device = current().device
-        return [FlatShard(members, level=self.level, group=group, device=device) for group, members in kinds.values()]
+        made = [FlatShard(members, level=self.level, group=group, device=device) for group, members in kinds.values()]
+        used = [p._flat_index for flat in self.flats for p in flat.parameters if p._flat_index is not None]
+        for number, flat in enumerate(made, start=max(used, default=-1) + 1):
+            for parameter in flat.parameters:
+                parameter._flat_index = number if parameter._flat_index is None else parameter._flat_index
+        return made
 
     def _group_of(self, parameter: nn.Parameter, places: list[Place]) -> Group:
         topology = current().topology
@@ -213,9 +240,26 @@ def _places_of(block: nn.Module) -> Iterator[Any]:
             continue
         seen.add(id(module))
         for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, nn.Parameter):
+                raise ConfigError(
+                    f"Parameter {name!r} of a Block was replaced by a plain tensor (by functional_call?), which would not be"
+                    " sharded. Assign an nn.Parameter, or call the module before it becomes a Block."
+                )
             if parameter is not None:
                 yield Place(module._parameters, name, parameter)  # type: ignore[arg-type]
         pending += [child for child in module._modules.values() if child is not None]
+
+
+class _Ends:
+    """Ends a use when called; does not keep it alive, for the hook may live on a tensor that outlives the graph."""
+
+    def __init__(self, use: Use) -> None:
+        self._use = weakref.ref(use)
+
+    def __call__(self, grads: Any) -> None:
+        use = self._use()
+        if use is not None:
+            use.end()
 
 
 def _is_in(parameter: nn.Parameter, parameters: list[Any]) -> bool:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from bmt_core.parameter import DistributedParameter
+from bmt_core.parameter import DistributedParameter, complete_gradients
 
 
 class _Watch:
@@ -22,7 +26,12 @@ def watch_steps() -> None:
     """Start telling, once in a process."""
     if not _Watch.installed:
         _Watch.installed = True
+        register_optimizer_step_pre_hook(_steps)
         register_optimizer_step_post_hook(_stepped)
+
+
+def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    complete_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

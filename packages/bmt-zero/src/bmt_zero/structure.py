@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.nn.modules import module as torch_module
+
+from bmt_core.errors import ConfigError
+from bmt_core.scope import is_gathered
+from bmt_zero.flat import FlatShard
 
 
 class _Watch:
@@ -29,5 +34,18 @@ def watch_structure() -> None:
         torch_module.register_module_module_registration_hook(_changed)
 
 
+running: list[list[FlatShard]] = []
+"""The flat shards of the blocks that are inside their forward."""
+
+
 def _changed(module: Any, name: str, value: Any) -> None:
     _Watch.epoch += 1
+    if isinstance(value, torch.Tensor) and _is_gathered_parameter(value):
+        raise ConfigError(
+            f"{type(module).__name__} was given a gathered parameter as its own {name!r}: it would be a new leaf, without"
+            " gradient. A slice of an nn.ParameterList does that: index it, or loop over its indices."
+        )
+
+
+def _is_gathered_parameter(value: torch.Tensor) -> bool:
+    return is_gathered(value) or any(flat.is_view(value) for flats in running for flat in flats)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
 
 from bmt_core.block import BlockUse
 from bmt_core.gradient import accumulates
@@ -28,6 +30,7 @@ class Use:
     def __init__(self, flats: Sequence[FlatShard], schedule: BlockUse) -> None:
         self.flats = list(flats)
         self.schedule = schedule
+        self.hook: RemovableHandle | None = None
         self._holds = False
         self._generations: list[int] = []
 
@@ -68,9 +71,15 @@ class Use:
             for flat in self.flats:
                 flat.release()
 
+    def end(self) -> None:
+        """The backward is over: hold nothing, watch nothing."""
+        self.let_go()
+        if self.hook is not None:
+            self.hook.remove()
+
     def __del__(self) -> None:
         # The graph is gone without a backward: an output that nobody used, an exception.
-        self.let_go()
+        self.end()
 
     def _acquire(self, *, observe: bool) -> None:
         acquired: list[FlatShard] = []
@@ -99,11 +108,15 @@ class Use:
     ) -> list[torch.Tensor | None]:
         if not any(needed):
             return [None] * len(needed)
-        accumulating = accumulates(flat.parameters[list(needed).index(True)])
-        if accumulating and not self.schedule.last_backward:
-            return flat.hold(grads, needed)
-        reduced = flat.reduce(grads)
-        return (flat.sum.add if accumulating else flat.sum.rounded)(reduced, needed)
+        # Which leaves this pass adds to: all of them in backward(), none in autograd.grad(), some in backward(inputs=…).
+        taking = [need and accumulates(p) for need, p in zip(needed, flat.parameters, strict=True)]
+        if not any(taking):
+            return flat.sum.rounded(flat.reduce(grads), needed)
+        grads = [grad if take else None for grad, take in zip(grads, taking, strict=True)]
+        if not self.schedule.last_backward and not flat.is_hooked():
+            flat.hold(grads)
+            return [None] * len(needed)
+        return flat.sum.add(flat.reduce(grads), taking)
 
 
 class Enter(torch.autograd.Function):
@@ -118,6 +131,7 @@ class Enter(torch.autograd.Function):
         return torch.empty(0, device=shards[0].device), *fulls
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, *ctx.use.end_backward(grads[1:], ctx.needs_input_grad[1:])
 
@@ -134,9 +148,10 @@ class Leave(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.use.begin_backward()
         # Whatever happens inside the block, nothing stays gathered after the backward pass.
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.use.let_go)
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.use.end)
         token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
         return None, token, *grads

@@ -28,8 +28,7 @@ def BMTrainModelWrapper(model: ModuleT) -> ModuleT:
     blocks = list(_outermost_list_members(model))
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):
-        _shard_alone(parameter)
-        parameter._bmt_shared = True  # type: ignore[attr-defined]
+        _shard_alone(parameter)._shared = True
     for block in blocks:
         if not isinstance(block, Block):
             Block(block)
@@ -93,10 +92,11 @@ def _shared(blocks: list[nn.Module], outside: list[nn.Parameter]) -> list[nn.Par
     return list(shared.values())
 
 
-def _shard_alone(parameter: nn.Parameter) -> None:
+def _shard_alone(parameter: nn.Parameter) -> DistributedParameter:
     if isinstance(parameter, DistributedParameter):
-        return
+        return parameter
     runtime = current()
     shard = whole_tensor_shard(parameter.shape, runtime.topology.shard_group())
     with torch.no_grad():
-        make_distributed(parameter, shard, shard.part(parameter.detach()).to(runtime.device, copy=True))
+        part = shard.part(parameter.detach()).to(runtime.device, copy=True)
+        return make_distributed(parameter, shard, part)

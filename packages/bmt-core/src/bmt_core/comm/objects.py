@@ -29,7 +29,7 @@ def all_gather_object(obj: object, group: Group) -> list[Any]:
     gathered = torch.empty(group.size * longest, dtype=torch.uint8)
     group.all_gather(gathered, padded).wait()
     parts = gathered.view(group.size, longest)
-    return [pickle.loads(parts[i, : int(size)].numpy().tobytes()) for i, size in enumerate(sizes)]
+    return [pickle.loads(_bytes_of(parts[i, : int(size)])) for i, size in enumerate(sizes)]
 
 
 def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
@@ -43,7 +43,7 @@ def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
     if group.rank == src:
         data.copy_(torch.frombuffer(payload, dtype=torch.uint8))
     group.broadcast(data, src).wait()
-    return pickle.loads(data.numpy().tobytes())
+    return pickle.loads(_bytes_of(data))
 
 
 @contextmanager
@@ -65,6 +65,13 @@ def together(group: Group, what: str) -> Iterator[None]:
     for index, report in enumerate(reports):
         if report is not None:
             raise _remote_error(report, f"Rank {group.ranks[index]} failed in {what}: ")
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytearray:
+    # Not .numpy(): numpy is no dependency.
+    data = bytearray(tensor.numel())
+    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
+    return data
 
 
 def _describe(error: Exception) -> tuple[type[BmtError] | None, str, str]:

@@ -1,0 +1,46 @@
+"""What autograd saves inside a block whose parameters are freed after forward.
+
+A saved view of a parameter must find its buffer gathered when it is unpacked. ``Leave`` sees to that for the ordinary
+case, but backward may also come in by a side door: an auxiliary loss kept on the module, a hook on an inner feature. So
+unpacking such a view gathers, if nobody has. Reading the memory of a freed buffer would end the process.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from bmt_core.errors import BmtError
+from bmt_zero.use import Use
+
+
+class _Saved(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+    is_parameter: bool
+
+
+def saved_for_backward(use: Use) -> saved_tensors_hooks:
+    """Return the context manager for the forward of a block at level 3 without recomputation."""
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        # Detached: an operation that saves its own result must not keep itself alive.
+        kept = tensor.detach()
+        return _Saved(kept, kept._version, any(flat.is_full_storage(kept) for flat in use.flats))
+
+    def unpack(saved: _Saved) -> torch.Tensor:
+        if saved.is_parameter:
+            use.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(use.end)
+        elif saved.tensor._version != saved.version:
+            # With hooks torch leaves this check to us.
+            raise BmtError(
+                "A tensor that a block needs for its backward was modified by an in-place operation"
+                f" (shape {tuple(saved.tensor.shape)}, version {saved.tensor._version} where {saved.version} was saved)."
+                " Use the out-of-place operation, or clone before it."
+            )
+        return saved.tensor
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,324 @@
+"""Ways into and around a block that its authors did not have in mind first, each compared with plain torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zero_models import full_gradient
+
+from bmt_core import runtime
+from bmt_core.errors import BmtError, ConfigError
+from bmt_core.testing import run_ranks
+from bmt_zero import Block, BMTrainModelWrapper, no_sync
+
+
+def line(weight: float = 1.0) -> nn.Linear:
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.fill_(weight)
+        layer.bias.zero_()
+    return layer
+
+
+X = torch.ones(1, 2)
+
+
+def grads_of(module: nn.Module) -> dict[str, Any]:
+    return {name: full_gradient(parameter) for name, parameter in module.named_parameters()}
+
+
+def accumulate_around(case: str, level: int) -> dict[str, Any]:
+    """Two micro-batches, the first held back; every case has gradients that plain torch gives as well."""
+    layer: nn.Module = line()
+    sharded = level >= 0
+    module = Block(layer, zero_level=level) if sharded else layer
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    if case == "hooked":
+        for parameter in module.parameters():
+            parameter.register_hook(lambda grad: grad * 1.0)
+
+    def forward() -> torch.Tensor:
+        out: torch.Tensor = module(X).sum()
+        return out + module(2 * X).sum() if case == "twice" else out
+
+    if sharded:
+        with no_sync(module):
+            forward().backward()
+    else:
+        forward().backward()
+    if case != "skipped":
+        forward().backward()
+    optimizer.step()
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("case", ["twice", "skipped", "hooked"])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_gradients_held_back_are_never_lost(case: str, level: int) -> None:
+    expected = {name: 2 * value - line().state_dict()[name] for name, value in accumulate_around(case, -1).items()}
+    for state in run_ranks(accumulate_around, 2, case, level):
+        torch.testing.assert_close(state, expected)  # two ranks: twice the step from the first values
+
+
+def chosen_inputs(dtype: torch.dtype, level: int) -> Any:
+    block = Block(line().to(dtype), zero_level=level)
+    block(X.to(dtype)).sum().backward()
+    block(X.to(dtype)).sum().backward(inputs=[block.weight])
+    block(X.to(dtype)).sum().backward(inputs=[block.bias])
+    return grads_of(block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_backward_for_some_parameters_leaves_the_others_alone(dtype: torch.dtype, level: int) -> None:
+    for grads in run_ranks(chosen_inputs, 2, dtype, level):
+        assert grads["weight"].tolist() == [[4.0, 4.0]] * 2 and grads["bias"].tolist() == [4.0, 4.0]
+
+
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(2), torch.ones(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales[1:]:
+            x = x * scale
+        return x
+
+
+def sliced() -> None:
+    for module in (Block(Sliced()), BMTrainModelWrapper(Sliced())):
+        with pytest.raises(ConfigError, match="index it"):
+            module(X)
+
+
+def test_a_slice_of_a_parameter_list_is_an_error_and_no_new_leaf() -> None:
+    run_ranks(sliced, 2)
+
+
+def replaced() -> None:
+    block = Block(nn.Sequential(line()))
+    assert block(X).tolist() == [[2.0, 2.0]]
+    block[0].bias = None
+    assert block(X).tolist() == [[2.0, 2.0]] and block[0].bias is None
+    block[0].weight = nn.Parameter(torch.full((2, 2), 3.0))
+    assert block(X).tolist() == [[6.0, 6.0]]
+    block(X).sum().backward()
+    assert full_gradient(block[0].weight) is not None
+    with pytest.raises(ConfigError, match="was replaced by a plain tensor"):
+        torch.func.functional_call(block, {"0.weight": torch.zeros(2, 2)}, (X,))
+
+
+def test_parameters_taken_away_or_replaced_are_taken_over_or_refused() -> None:
+    run_ranks(replaced, 2)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.linear(x))
+        return y
+
+
+def statistics(use_checkpoint: bool | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module: nn.Module = Normed()
+    if use_checkpoint is not None:
+        Block(module, use_checkpoint=use_checkpoint)
+    for step in range(2):
+        module(torch.arange(12.0).view(4, 3) + step).square().sum().backward()
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_running_statistics_are_updated_once(use_checkpoint: bool) -> None:
+    for buffers in run_ranks(statistics, 2, use_checkpoint):
+        torch.testing.assert_close(buffers, statistics(None))
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line(3.0)
+        self.aux = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.aux = (self.linear.weight**2).sum() + y.square().sum()
+        return y
+
+
+def auxiliary(level: int, use_checkpoint: bool) -> Any:
+    block = Block(Auxiliary(), zero_level=level, use_checkpoint=use_checkpoint)
+    block(X)
+    block.aux.backward()
+    alone = grads_of(block)
+    block.zero_grad()
+    (block(X).sum() + block.aux).backward()
+    return alone["linear.weight"], grads_of(block)["linear.weight"]
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_loss_that_leaves_by_a_side_door_has_its_gradients(level: int, use_checkpoint: bool) -> None:
+    for alone, together in run_ranks(auxiliary, 2, level, use_checkpoint):
+        assert alone.tolist() == [[36.0, 36.0]] * 2  # two ranks x (2 w + 2 y)
+        assert together.tolist() == [[38.0, 38.0]] * 2
+
+
+class ModifiesSaved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(self.linear(x))
+        y.mul_(2)  # sigmoid saved its result
+        return y
+
+
+def modified() -> None:
+    block = Block(ModifiesSaved(), zero_level=3, use_checkpoint=False)
+    with pytest.raises((BmtError, RuntimeError), match=r"modified by an in-?place operation"):
+        block(X).sum().backward()
+
+
+def test_modifying_what_backward_needs_is_an_error_as_in_plain_torch() -> None:
+    run_ranks(modified, 2)
+
+
+def printed_wrapped() -> str:
+    model = BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    return repr(model) if runtime.rank() == 0 else ""
+
+
+def test_printing_a_wrapped_model_on_one_rank_does_not_hang() -> None:
+    text, nothing = run_ranks(printed_wrapped, 2, timeout=30)
+    assert "in_features=3, out_features=3, bias=True" in text and nothing == ""
+
+
+def data_of_empty_parts() -> list[Any]:
+    block = Block(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1, momentum=0.9)
+    block(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    block.bias.requires_grad_(False)
+    block.weight.data = block.weight.data.clone()
+    twin, of_twin = copy.deepcopy((block, optimizer))
+    for module, stepping in ((block, optimizer), (twin, of_twin)):
+        stepping.zero_grad()
+        module(torch.ones(1, 4)).sum().backward()
+        stepping.step()
+    torch.testing.assert_close(dict(block.state_dict()), dict(twin.state_dict()))
+    return [parameter.shape for parameter in block.parameters()]
+
+
+def test_laying_out_again_moves_no_part_and_all_ranks_agree_to_it() -> None:
+    run_ranks(data_of_empty_parts, 4, timeout=30)
+
+
+class OnRankZeroOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if runtime.rank() == 0 else x.clone()
+
+
+def without_part(level: int) -> Any:
+    first, second = Block(OnRankZeroOnly(), zero_level=level), Block(line(), zero_level=level)
+    second(first(X)).sum().backward()
+    return grads_of(first)["linear.weight"]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_first_block_without_part_on_one_rank_reduces_with_the_others(level: int) -> None:
+    for grad in run_ranks(without_part, 2, level, timeout=30):
+        assert grad.tolist() == [[2.0, 2.0]] * 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([line(), line()])
+        self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+
+def copied_tied() -> None:
+    model = BMTrainModelWrapper(Tied())
+    twin = copy.deepcopy(model)
+    assert twin(X).tolist() == model(X).tolist() == [[4.0, 4.0]]
+    late = copy.deepcopy(model)
+    with torch.inference_mode():  # its first call, which lays it out
+        late(X)
+    late(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in late.parameters())
+
+
+def test_copies_keep_ties_across_blocks_and_survive_inference_mode() -> None:
+    run_ranks(copied_tied, 2)
+
+
+def wrapped_with_a_graph_alive() -> None:
+    layer = line()
+    kept = layer(X).sum()
+    block = Block(layer)
+    block(X).sum().backward()
+    assert kept.grad_fn is not None and grads_of(block)["weight"].tolist() == [[2.0, 2.0]] * 2
+    loss = block(X).sum()
+    block.requires_grad_(False)
+    loss.backward()  # as in plain torch: what was frozen since takes nothing
+    assert grads_of(block)["weight"].tolist() == [[2.0, 2.0]] * 2
+
+
+def test_wrapping_under_a_living_graph_and_freezing_before_backward() -> None:
+    run_ranks(wrapped_with_a_graph_alive, 2)
+
+
+def refused() -> None:
+    block, wrapped = Block(line()), BMTrainModelWrapper(line())
+    for module in (block, wrapped):
+        with pytest.raises(ConfigError, match="assign=True"):
+            module.load_state_dict(line().state_dict(), assign=True)
+    x = X.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):  # a second derivative: never a wrong number
+        grad.sum().backward()
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    run_ranks(refused, 2)
+
+
+def prompts() -> tuple[int, bool]:
+    block = Block(line().requires_grad_(False), zero_level=3)
+    prompt = X.clone().requires_grad_()
+    for _ in range(5):
+        block(prompt).sum().backward()
+    return len(prompt._backward_hooks or {}), torch.equal(prompt.grad, torch.full((1, 2), 10.0))  # type: ignore[arg-type]
+
+
+def test_hooks_do_not_pile_up_on_a_leaf_before_a_frozen_block() -> None:
+    assert run_ranks(prompts, 2) == [(0, True)] * 2
+
+
+def sparse_outside() -> list[Any]:
+    model = BMTrainModelWrapper(nn.Sequential(nn.Embedding(5, 2, sparse=True)))
+    model(torch.tensor([1, 1, 4])).sum().backward()
+    return grads_of(model)["0.weight"].sum(1).tolist()
+
+
+def test_sparse_gradients_outside_of_blocks_are_reduced_dense() -> None:
+    assert run_ranks(sparse_outside, 2) == [[0.0, 8.0, 0.0, 0.0, 4.0]] * 2
