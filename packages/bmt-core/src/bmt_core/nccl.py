@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.api import Group, ReduceOp, Work
+from bmt_core.comm.api import Group, ReduceOp
 from bmt_core.runtime import current
 
 Memory = torch.Tensor | torch.TypedStorage | torch.UntypedStorage
 
-# Sends and receives between groupStart() and groupEnd(), and the tensors that they use.
-_waiting: list[tuple[Work, torch.Tensor]] = []
+# Sends and receives since the outermost groupStart(): group, tensor, peer.
+_sends: list[tuple[Group, torch.Tensor, int]] = []
+_recvs: list[tuple[Group, torch.Tensor, int]] = []
 _depth = 0
 
 
@@ -65,7 +66,10 @@ def reduce(src: Memory, dst: Memory, op: ReduceOp, root: int, comm: Group) -> No
 def send(src: Memory, peer: int, comm: Group) -> None:
     """Send ``src`` to rank ``peer`` of the group."""
     tensor = _flat(_tensor(src))
-    _wait_or_queue(comm.send(tensor, peer), tensor)
+    if _depth:
+        _sends.append((comm, tensor, peer))
+    else:
+        comm.send(tensor, peer).wait()
 
 
 def recv(dst: Memory, peer: int, comm: Group) -> None:
@@ -73,7 +77,10 @@ def recv(dst: Memory, peer: int, comm: Group) -> None:
     tensor = _tensor(dst)
     if not tensor.is_contiguous():
         raise ValueError(f"recv needs contiguous memory, and this tensor has strides {tensor.stride()}.")
-    _wait_or_queue(comm.recv(tensor, peer), tensor)
+    if _depth:
+        _recvs.append((comm, tensor, peer))
+    else:
+        comm.recv(tensor, peer).wait()
 
 
 def groupStart() -> None:
@@ -84,15 +91,24 @@ def groupStart() -> None:
 
 
 def groupEnd() -> None:
-    """Wait for everything since the outermost :func:`groupStart`."""
+    """Start everything since the outermost :func:`groupStart` as one, and wait for it."""
     global _depth
     if _depth == 0:
         raise RuntimeError("groupEnd() without groupStart().")
     _depth -= 1
     if _depth == 0:
-        under_way = _waiting[:]
-        _waiting.clear()
-        for work, _ in under_way:
+        sends, recvs = _sends[:], _recvs[:]
+        _sends.clear()
+        _recvs.clear()
+        groups = list(dict.fromkeys(group for group, _, _ in sends + recvs))
+        works = [
+            group.exchange(
+                [(tensor, peer) for other, tensor, peer in sends if other is group],
+                [(tensor, peer) for other, tensor, peer in recvs if other is group],
+            )
+            for group in groups
+        ]
+        for work in works:
             work.wait()
 
 
@@ -130,10 +146,3 @@ def _write(dst: Memory, values: torch.Tensor) -> None:
     if target.numel() != values.numel():
         raise ValueError(f"dst has {target.numel()} elements, and the result has {values.numel()}.")
     target.copy_(values.view(target.shape))
-
-
-def _wait_or_queue(work: Work, tensor: torch.Tensor) -> None:
-    if _depth:
-        _waiting.append((work, tensor))
-    else:
-        work.wait()

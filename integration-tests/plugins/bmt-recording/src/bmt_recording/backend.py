@@ -51,6 +51,14 @@ class RecordingGroup(Group):
         self._record("recv", tensor)
         return self.inner.recv(tensor, src)
 
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
+        """See ``Group.exchange``."""
+        for tensor, _ in recvs:
+            self._record("recv", tensor)
+        for tensor, _ in sends:
+            self._record("send", tensor)
+        return self.inner.exchange(sends, recvs)
+
     def _record(self, op: str, tensor: torch.Tensor) -> None:
         calls.append(Call(op, self.ranks, tensor.dtype, tensor.numel(), tensor.nbytes))
 

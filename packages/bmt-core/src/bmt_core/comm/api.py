@@ -29,6 +29,18 @@ class Finished:
         """Return at once."""
 
 
+class AllOf:
+    """The :class:`Work` of several."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+
+
 class Group(ABC):
     """An ordered set of ranks that communicate; this process is ``ranks[rank]``.
 
@@ -78,6 +90,14 @@ class Group(ABC):
     @abstractmethod
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """Receive into ``tensor`` from ``ranks[src]``."""
+
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
+        """Start ``(tensor, peer)`` sends and receives that may need each other to proceed.
+
+        Here one after the other, which is enough where a started operation proceeds by itself. A backend that works them off
+        in order (NCCL) must start them as one.
+        """
+        return AllOf([*[self.recv(*recv) for recv in recvs], *[self.send(*send) for send in sends]])
 
 
 @dataclass(frozen=True, kw_only=True)

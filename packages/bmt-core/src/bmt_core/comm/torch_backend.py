@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.api import CommBackend, CommContext, Finished, Group, ReduceOp, Work
+from bmt_core.comm.api import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.errors import ConfigError
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
@@ -66,6 +66,15 @@ class TorchGroup(Group):
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Group.recv`."""
         return dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)  # type: ignore[return-value]
+
+    def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
+        """See :meth:`Group.exchange`; one batch, which NCCL starts as one group."""
+        batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
+        operations = [
+            dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group) for start, tensor, peer in batch
+        ]
+        works: Any = dist.batch_isend_irecv(operations) if operations else []
+        return AllOf(works)
 
 
 class SingleGroup(Group):
