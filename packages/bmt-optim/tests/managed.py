@@ -1,0 +1,43 @@
+"""Managers of one parameter, with optimizers of every kind, that the tests of ``OptimManager`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bmt_optim import AdamOptimizer, OptimManager
+
+
+class Unaware(torch.optim.Optimizer):
+    """An optimizer as anybody writes one: no scale, no flags."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad.sign())
+
+
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "bmt": lambda params: AdamOptimizer(params, lr=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "unaware": Unaware,
+}
+
+
+def parameter(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values or (1.0, 2.0, 3.0), dtype=dtype))
+
+
+def managed(p: torch.nn.Parameter, kind: str = "bmt", **options: Any) -> OptimManager:
+    manager = OptimManager(**options)
+    manager.add_optimizer(KINDS[kind]([p]))
+    return manager

@@ -1,0 +1,284 @@
+"""``OptimManager`` on several ranks: plain parameters, norms and overflow, which all ranks must see alike."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from managed import managed, parameter
+
+from bmt_core import runtime
+from bmt_core.parameter import DistributedParameter
+from bmt_core.topology import Topology
+from bmt_optim import AdamOptimizer, OptimManager
+
+
+class Model(torch.nn.Module):
+    """A small network; ``distribute`` names the parameters that are sharded, the others stay ordinary."""
+
+    def __init__(self, dtype: torch.dtype, distribute: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        for name, shape in [("first", (5, 3)), ("second", (1, 5)), ("bias", (5,)), ("unused", (4,)), ("rare", (3,))]:
+            value = torch.randn(shape, generator=generator).to(dtype)
+            made = DistributedParameter(value) if name in distribute else torch.nn.Parameter(value)
+            self.register_parameter(name, made)
+
+    def whole(self, name: str) -> torch.Tensor:
+        p = getattr(self, name)
+        return p.gather() if isinstance(p, DistributedParameter) else p
+
+    def loss(self, x: torch.Tensor, *, uses_rare: bool) -> torch.Tensor:
+        if uses_rare:
+            x = x * self.whole("rare")
+        h = torch.tanh(x @ self.whole("first").t() + self.whole("bias"))
+        return (h @ self.whole("second").t()).float().pow(2).mean()
+
+
+def batches(dtype: torch.dtype) -> torch.Tensor:
+    """Data of 5 steps: 2 micro-batches of 4 rows each."""
+    return torch.randn(5, 2, 4, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def expected_training(dtype: torch.dtype, max_norm: float) -> tuple[list[torch.Tensor], list[float], list[bool]]:
+    """One process in plain torch. ``rare`` is used for the first row of a batch only, and not at all in the third step."""
+    model = Model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    norms = []
+    has_rare = []
+    for step, micro_batches in enumerate(batches(dtype)):
+        optimizer.zero_grad()
+        for micro_batch in micro_batches:
+            for row, x in enumerate(micro_batch):
+                (model.loss(x[None], uses_rare=row == 0 and step != 2) / 8).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
+        norms.append(norm.item())
+        has_rare.append(model.rare.grad is not None)
+        for g in grads:
+            g *= min(1.0, max_norm / (norm.item() + 1e-6))
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], norms, has_rare
+
+
+def ranks_training(
+    distribute: tuple[str, ...], max_norm: float, loss_scale: float | None
+) -> tuple[list[torch.Tensor], list[float], list[bool]]:
+    model = Model(torch.float64, distribute)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    manager = OptimManager(loss_scale=loss_scale)
+    manager.add_optimizer(optimizer)
+    size, rank = runtime.world_size(), runtime.rank()
+    rows = 4 // size
+    norms = []
+    has_rare = []
+    for step, micro_batches in enumerate(batches(torch.float64)):
+        manager.zero_grad()
+        for micro_batch in micro_batches:
+            for row in range(rank * rows, (rank + 1) * rows):
+                # A sharded parameter is gathered by all ranks or none, so here the mask says where it counts.
+                loss = _masked_loss(model, micro_batch[row][None], row == 0 and step != 2, distribute)
+                manager.backward(loss / 2 / rows)
+        norms.append(manager.clip_grad_norm(optimizer.param_groups, max_norm).item())
+        has_rare.append(model.rare.grad is not None)
+        manager.step()
+    whole = [model.whole(name).detach() for name, _ in model.named_parameters()]
+    return whole, norms, has_rare
+
+
+def _masked_loss(model: Model, x: torch.Tensor, uses_rare: bool, distribute: tuple[str, ...]) -> torch.Tensor:
+    if "rare" not in distribute:
+        return model.loss(x, uses_rare=uses_rare)
+    rare = model.whole("rare")
+    return model.loss(torch.where(torch.tensor(uses_rare), x * rare, x), uses_rare=False)
+
+
+NAMES = ("first", "second", "bias", "rare")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+@pytest.mark.parametrize("max_norm", [1e9, 0.05])
+def test_plain_parameters_are_summed_over_ranks_exactly_once(
+    run_ranks: Any, world_size: int, loss_scale: float | None, max_norm: float
+) -> None:
+    params, norms, has_rare = expected_training(torch.float64, max_norm)
+    results = run_ranks(ranks_training, world_size, (), max_norm, loss_scale)
+    for found, found_norms, found_rare in results:
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        assert found_rare == has_rare == [True, True, False, True, True]  # None on all ranks, or on none
+        for a, b in zip(found, params, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+        for a, b in zip(found, results[0][0], strict=True):
+            assert torch.equal(a, b), "ranks drifted apart"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("distribute", [("first", "second", "bias"), ("first", "bias")])
+@pytest.mark.parametrize("max_norm", [1e9, 0.05])
+def test_sharded_and_plain_parameters_together_equal_one_process(
+    run_ranks: Any, world_size: int, distribute: tuple[str, ...], max_norm: float
+) -> None:
+    params, norms, _ = expected_training(torch.float64, max_norm)
+    for found, found_norms, _ in run_ranks(ranks_training, world_size, distribute, max_norm, 64.0):
+        assert found_norms == pytest.approx(norms, rel=1e-5)  # replicas are counted once
+        for a, b in zip(found, params, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+def test_overflow_on_one_rank_skips_on_all(
+    run_ranks: Any, bad_rank: int, dtype: torch.dtype, loss_scale: float | None
+) -> None:
+    for skipped, value, scale, is_cleared, num_warnings in run_ranks(_overflow, 2, bad_rank, dtype, loss_scale):
+        assert skipped == 1 and torch.equal(value, torch.arange(5).to(dtype)) and is_cleared
+        assert scale == (4.0 if loss_scale else 1)
+        assert num_warnings <= 1
+
+
+def _overflow(
+    bad_rank: int, dtype: torch.dtype, loss_scale: float | None
+) -> tuple[int, torch.Tensor, float, bool, int]:
+    shard = DistributedParameter(torch.arange(5).to(dtype))
+    manager = OptimManager(loss_scale=loss_scale)
+    manager.add_optimizer(AdamOptimizer([shard]))
+    shard.grad = torch.full_like(shard, math.inf if runtime.rank() == bad_rank else 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        manager.step()
+    expected = 1 if loss_scale is None and runtime.rank() == 0 else 0
+    assert len(caught) == expected, "rank 0 reports, and only without scaling"
+    return manager.skipped_steps, shard.gather().detach(), manager.loss_scale, shard.grad is None, len(caught)
+
+
+def test_a_raised_bad_gradient_is_raised_on_all_ranks(run_ranks: Any) -> None:
+    assert run_ranks(_raises, 2) == ["FloatingPointError"] * 2
+
+
+def _raises() -> str:
+    p = parameter()
+    manager = managed(p, non_finite="raise")
+    p.grad = torch.full((3,), math.nan if runtime.rank() else 1.0)
+    try:
+        manager.step()
+    except FloatingPointError as error:
+        return type(error).__name__
+    return "no error"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_gradients_of_plain_parameters_are_summed_in_float32(run_ranks: Any, dtype: torch.dtype) -> None:
+    for grad in run_ranks(_half_sum, 4, dtype):
+        # Rank by rank in half precision this would be 256 + 1 + 1 + 1 = 256 (bfloat16).
+        assert torch.equal(grad, torch.full((3,), 259.0).to(dtype))
+
+
+def _half_sum(dtype: torch.dtype) -> torch.Tensor:
+    p = parameter(dtype=dtype)
+    manager = managed(p)
+    p.grad = torch.full((3,), 1.0 if runtime.rank() else 256.0, dtype=dtype)
+    manager.clip_grad_norm([p], 1e9)
+    return p.grad
+
+
+def test_gradients_are_local_again_after_they_were_cleared_in_any_way(run_ranks: Any) -> None:
+    assert run_ranks(_clear_in_any_way, 2) == [[3.0, 3.0, 3.0, 3.0, 3.0]] * 2
+
+
+def _clear_in_any_way() -> list[float]:
+    p = parameter(0.0)
+    manager = managed(p, "momentum")
+    found = []
+
+    def backward() -> None:
+        (p * (1.0 + runtime.rank())).sum().backward()
+
+    backward()
+    manager.clip_grad_norm([p], 1e9)
+    manager.clip_grad_norm([p], 1e9)
+    found.append(p.grad.item())  # summed once, not twice
+    manager.step()
+    for clear in (manager.zero_grad, manager.optimizers[0].zero_grad, lambda: setattr(p, "grad", None)):
+        clear()
+        backward()
+        manager.clip_grad_norm([p], 1e9)
+        found.append(p.grad.item())
+    # The user looks at the norm, clears and goes on without a step.
+    manager.optimizers[0].zero_grad()
+    backward()
+    manager.clip_grad_norm([p], 1e9)
+    found.append(p.grad.item())
+    return found
+
+
+def test_a_gradient_replaced_on_one_rank_only_is_an_error_on_all(run_ranks: Any) -> None:
+    assert run_ranks(_replace_on_one_rank, 2) == ["replaced between clip_grad_norm() and step()"] * 2
+
+
+def _replace_on_one_rank() -> str:
+    p = parameter()
+    manager = managed(p)
+    p.grad = torch.ones(3)
+    manager.clip_grad_norm([p], 1.0)
+    if runtime.rank() == 0:
+        p.grad = torch.ones(3)
+    try:
+        manager.step()
+    except RuntimeError as error:
+        text = "replaced between clip_grad_norm() and step()"
+        return text if text in str(error) else str(error)
+    return "no error"
+
+
+def test_sums_can_be_left_to_the_program(run_ranks: Any) -> None:
+    assert run_ranks(_own_sums, 2) == [1.0, 2.0]
+
+
+def _own_sums() -> float:
+    p = parameter(0.0)
+    manager = managed(p, sum_plain_gradients=False)
+    p.grad = torch.tensor([1.0 + runtime.rank()])
+    manager.step()
+    assert p.grad is not None
+    return p.grad.item()
+
+
+def test_grad_scale_is_the_number_of_ranks_with_different_data(run_ranks: Any) -> None:
+    assert run_ranks(_grad_scales, 4) == [(4, 2, 7)] * 4
+
+
+def _grad_scales() -> tuple[float, float, float]:
+    manager = OptimManager()
+    data_parallel = manager.grad_scale
+    run = runtime.current()
+    run.topology = Topology({"pp": 1, "dp": 2, "tp": 2}, run.rank, run.backend)
+    return data_parallel, manager.grad_scale, OptimManager(grad_scale=7).grad_scale
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, "inf"])
+def test_norm_counts_every_element_once_with_empty_shards(run_ranks: Any, norm_type: float | str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(shape, generator=generator) for shape in [(7,), (1,), (3, 3)]]
+    expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]), float(norm_type)).item()
+    for norm, wholes in run_ranks(_norm, 4, grads, norm_type):
+        assert norm == pytest.approx(expected, rel=1e-5)
+        for whole, grad in zip(wholes, grads, strict=True):
+            torch.testing.assert_close(whole, grad * (0.5 / (expected + 1e-6)))
+
+
+def _norm(grads: list[torch.Tensor], norm_type: float | str) -> tuple[float, list[torch.Tensor]]:
+    shards = [DistributedParameter(torch.zeros_like(g)) for g in grads[:2]]
+    for shard, grad in zip(shards, grads, strict=False):
+        shard.grad = shard.local_part(grad).clone()
+    plain = torch.nn.Parameter(torch.zeros(3, 3))
+    plain.grad = copy.deepcopy(grads[2]) if runtime.rank() == 1 else None  # the local gradients add up to this
+    manager = OptimManager()
+    norm = manager.clip_grad_norm([*shards, plain], 0.5, norm_type=norm_type).item()
+    assert plain.grad is not None
+    return norm, [*(s.gather_like(s.grad) for s in shards if s.grad is not None), plain.grad]
