@@ -12,7 +12,8 @@ from torch import nn
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, no_sync
 
-# level, recompute -> what one step of one block issues
+# level, recompute -> what one step of one block issues; at level 3 the last two blocks, which
+# backward needs first, stay gathered in between once a step has shown the order
 PER_STEP = [
     (3, True, {"all_gather": 2, "reduce_scatter": 1}),
     (3, False, {"all_gather": 2, "reduce_scatter": 1}),
@@ -55,7 +56,9 @@ def test_a_block_issues_exactly_what_its_level_promises(
     level: int, use_checkpoint: bool, expected: dict[str, int]
 ) -> None:
     for counts in run_ranks(counted, 2, level, use_checkpoint, 3, 1, True, init={"comm_backend": "recording"}):
-        assert counts == [Counter({op: 3 * number for op, number in expected.items()})] * 3
+        first = Counter({op: 3 * number for op, number in expected.items()})
+        later = first - Counter({"all_gather": 2 if level == 3 else 0})
+        assert counts == [first, later, later]
 
 
 @pytest.mark.parametrize(
@@ -64,12 +67,12 @@ def test_a_block_issues_exactly_what_its_level_promises(
         (0, {"all_reduce": 1}),
         (1, {"all_gather": 1, "reduce_scatter": 1}),
         (2, {"all_gather": 4, "reduce_scatter": 4}),
-        (3, {"all_gather": 8, "reduce_scatter": 4}),
+        (3, {"all_gather": 4, "reduce_scatter": 4}),
     ],
 )
 def test_accumulation_reduces_levels_0_and_1_at_the_last_micro_batch_only(level: int, expected: dict[str, int]) -> None:
     for counts in run_ranks(counted, 2, level, True, 1, 4, True, init={"comm_backend": "recording"}):
-        assert counts == [Counter(expected)] * 3
+        assert counts[1:] == [Counter(expected)] * 2
 
 
 def evaluated(level: int) -> list[str]:

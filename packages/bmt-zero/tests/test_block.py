@@ -422,7 +422,7 @@ def peak_gathered(level: int, use_checkpoint: bool, blocks: int) -> tuple[int, i
     model = nn.Sequential(
         *[Block(nn.Linear(64, 64), zero_level=level, use_checkpoint=use_checkpoint) for _ in range(blocks)]
     )
-    one = max(flat._full_bytes for flat in model[0]._bmt_block.flats)  # type: ignore[union-attr]
+    one = max(flat.full_bytes for flat in model[0]._bmt_block.flats)  # type: ignore[union-attr]
     gathered_memory.reset_peak()
     seen = []
     for module in model:

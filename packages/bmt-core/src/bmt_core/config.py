@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bmt_core.errors import ConfigError
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_COMM_BACKEND = "torch"
 DEFAULT_ZERO_LEVEL = 3
 ZERO_LEVELS = (0, 1, 2, 3)
+ReduceDtype = Literal["fp32-sum", "param", "fp32"]
+DEFAULT_REDUCE_DTYPE: ReduceDtype = "fp32-sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class RunSettings:
     device: str | torch.device | None = None
     timeout: float = 1800.0
     pin_cpu: bool = False
+    reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
+    prefetch_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipe_size", "tp_size"):
@@ -45,6 +49,9 @@ class RunSettings:
         if self.timeout <= 0:
             raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout}.")
         check_zero_level(self.zero_level)
+        check_reduce_dtype(self.reduce_dtype)
+        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
+            raise ConfigError(f"prefetch_bytes must be a number of bytes or None, not {self.prefetch_bytes}.")
 
 
 def check_zero_level(level: int) -> int:
@@ -56,6 +63,17 @@ def check_zero_level(level: int) -> int:
     if isinstance(level, bool) or level not in ZERO_LEVELS:
         raise ConfigError(f"zero_level must be one of {ZERO_LEVELS}, not {level!r}.")
     return level
+
+
+def check_reduce_dtype(reduce_dtype: ReduceDtype) -> ReduceDtype:
+    """Return ``reduce_dtype``, or raise :class:`ConfigError` when it is no way to sum gradients.
+
+    >>> check_reduce_dtype("fp32-sum")
+    'fp32-sum'
+    """
+    if reduce_dtype not in get_args(ReduceDtype):
+        raise ConfigError(f"reduce_dtype must be one of {get_args(ReduceDtype)}, not {reduce_dtype!r}.")
+    return reduce_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,26 @@
-"""Gradients of shards: exact accumulation of half-precision gradients behind an ordinary ``.grad``.
+"""Gradients of shards: reduced beside the backward pass, accumulated exactly, behind an ordinary ``.grad``.
 
 [Note: gradient accumulation] ``p.grad`` has the dtype of ``p``, so that every optimizer can use it. Adding many small
-gradients in a half type stalls (1 + 256 is 256 in bfloat16), so the running sum is kept in float32 beside it, and
-``p.grad`` is that sum, rounded. The sum counts only while ``p.grad`` is what it was when we left it: a gradient that
-the user set to None, zeroed, or clipped in place is the truth, and the sum starts again from it. That is what makes
-``zero_grad`` in both its forms, and any optimizer's own, right.
+gradients in a half type stalls (1 + 256 is 256 in bfloat16), so from the second gradient on the running sum is kept in
+float32 beside it, and ``p.grad`` is that sum, rounded. One gradient alone needs no sum beside it. The sum counts only
+while ``p.grad`` is what it was when we left it: a gradient that the user set to None, zeroed, or clipped in place is the
+truth, and the sum starts again from it. That is what makes ``zero_grad`` in both its forms, and any optimizer's own,
+right.
+
+[Note: when .grad appears] A reduction runs in a lane beside the backward pass. Autograd, which would add to ``.grad`` in
+the computation's order, must not touch memory that the lane still writes. So what the sum takes leaves ``.grad`` for the
+rest of the pass, and comes back, complete, when the pass ends: together with what autograd put there meanwhile (a
+penalty on the shards themselves, say). A pass that fails leaves no gradient where it had taken one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from bmt_core.comm.api import Finished
+from bmt_core.lanes import Mark
 
 
 class GradientWitness:
@@ -22,92 +31,159 @@ class GradientWitness:
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], left: Sequence[torch.Tensor | None]) -> None:
-        self._parameters = parameters
-        # The storage is kept, so that no other gradient can have it while we compare; not the tensor, which autograd
-        # could then not take over as it is and would have to copy.
-        self._left = [None if g is None else (g.untyped_storage(), g.storage_offset(), g._version) for g in left]
+        self._parameters = [p for p, grad in zip(parameters, left, strict=True) if grad is not None]
+        grads = [grad for grad in left if grad is not None]
+        # The storages are kept, so that no other gradient can have them while we compare; not the tensors, which
+        # autograd could then not take over as they are and would have to copy.
+        self._storages = [grad.untyped_storage() for grad in grads]
+        self._left = _states(grads)
 
     def unchanged(self) -> bool:
         """Whether every gradient is still the memory that was left, unmodified."""
-        return all(
-            left is None or (parameter.grad is not None and _is_at(parameter.grad, *left))
-            for parameter, left in zip(self._parameters, self._left, strict=True)
-        )
+        return self._left == _states([parameter.grad for parameter in self._parameters])
 
 
-def _is_at(grad: torch.Tensor, storage: torch.UntypedStorage, offset: int | torch.SymInt, version: int) -> bool:
-    return (
-        grad._version == version and grad.storage_offset() == offset and grad.untyped_storage()._cdata == storage._cdata
-    )
+def _states(grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
+    return [None if g is None else (g._version, int(g.storage_offset()), g.untyped_storage()._cdata) for g in grads]
 
 
 class GradientSum:
-    """The float32 running sum behind the gradients of ``parameters``, whose parts lie in one flat tensor.
+    """The gradients of ``parameters``, whose parts lie in one flat tensor, as they come from the lane that reduces.
 
     ``pieces`` are the lengths of the consecutive pieces of the flat tensor, and ``indices[i]`` tells which of them is
-    parameter i.
+    parameter i. See [Note: gradient accumulation] and [Note: when .grad appears].
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], pieces: Sequence[int], indices: Sequence[int]) -> None:
         self._parameters = parameters
         self._pieces = list(pieces)
         self._indices = indices
-        self._total: torch.Tensor | None = None
+        self._flat: torch.Tensor | None = None  # what the .grad are views of
+        self._total: torch.Tensor | None = None  # the float32 sum that _flat is the rounding of
+        self._given: list[bool] = []  # which .grad are views of _flat
         self._witness: GradientWitness | None = None
+        self._taken: list[bool] | None = None  # which gradients the pass under way has taken
+        self._mark: Mark = Finished()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether there is no gradient to which the next one is to be added."""
+        return self._taken is None and not any([p.grad is not None for p in self._parameters])  # noqa: C419  # no call each
 
     def forget_if_cleared(self) -> None:
-        """Free the sum when the gradients it stands behind are gone."""
-        if self._total is not None and all(p.grad is None for p in self._parameters):
-            self._total = self._witness = None
+        """Free what is kept when the gradients it stands behind are gone, or when the pass that took them failed."""
+        if self._taken is not None and torch._C._current_graph_task_id() == -1:
+            self._mark.wait()
+            self._taken = self._flat = self._total = self._witness = None
+        if self._flat is not None and self.is_first:
+            self._flat = self._total = self._witness = None
 
-    def add(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Add flat ``reduced`` (one more gradient) and return what autograd shall *put into* ``.grad``.
+    def take(self, reduced: torch.Tensor, needed: Sequence[bool]) -> Callable[[], None] | None:
+        """Take the gradients from ``.grad`` and return what the lane shall do to add ``reduced`` to them, when it is there.
 
-        Called inside a backward pass whose leaves are the parameters. For a half type the present ``.grad`` is taken
-        over and set to None, and the returned tensors replace it; for a type that is its own summation type autograd
-        adds. ``needed[i]`` False: the parameter takes no gradient now.
+        ``reduced`` is flat, of the parameters' dtype or float32, and zero where ``needed`` is False. It is kept as it
+        is, and there is nothing to do, if it is the first one and of the parameters' dtype. Say with :meth:`ready_at`
+        when the lane will be done.
         """
         dtype = self._parameters[0].dtype
-        if reduced.dtype == dtype:
-            return self._needed(reduced, needed)
-        if not all(needed):
-            # The sum is what stands behind .grad: what this pass does not add there is no part of it.
-            torch._foreach_zero_([view for view, wanted in zip(self.views(reduced), needed, strict=True) if not wanted])
-        if any(p.grad is not None for p in self._parameters):
-            total = self._present()
-            total += reduced
+        if self.is_first:
+            self._taken, self._total = list(needed), None
+            if reduced.dtype == dtype:
+                self._flat = reduced
+                return None
+            self._flat = flat = torch.empty_like(reduced, dtype=dtype)
+            return lambda: _copy(flat, reduced)
+        if self._taken is None:
+            self._take_present(needed)
         else:
-            total = reduced
-        for parameter, wanted in zip(self._parameters, needed, strict=True):
-            if wanted:
-                parameter.grad = None
-        views = self._needed(total.to(dtype), needed)
-        self._total, self._witness = total, GradientWitness(self._parameters, views)
+            self._taken = [a or b for a, b in zip(self._taken, needed, strict=True)]
+        assert self._flat is not None
+        flat, total, starts = self._flat, self._total, False
+        if total is None and dtype.itemsize < 4:
+            self._total = total = torch.empty_like(flat, dtype=torch.float32)
+            starts = True
+        return lambda: _add(flat, total, reduced, starts=starts)
+
+    def ready_at(self, mark: Mark) -> None:
+        """Say when what :meth:`take` returned will be done."""
+        self._mark = mark
+
+    def finish(self) -> None:
+        """Put what was taken, complete now, into ``.grad``; harmless when nothing was."""
+        if self._taken is not None:
+            for parameter, view in zip(self._parameters, self.hand_over(), strict=True):
+                if view is not None:
+                    parameter.grad = view
+
+    def hand_over(self) -> list[torch.Tensor | None]:
+        """Return what was taken, complete now. The computation waits for the lane."""
+        taken, flat = self._taken, self._flat
+        assert taken is not None and flat is not None
+        self._mark.wait()
+        self._taken, self._given = None, taken
+        views = self._chosen(flat, taken)
+        self._add_what_came_meanwhile(flat, taken)
+        self._witness = GradientWitness(self._parameters, views)
         return views
+
+    def seen_by_hooks(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Return, in place of :meth:`take` and :meth:`finish`, what autograd shall pass through the user's hooks to ``.grad``.
+
+        ``reduced`` is there. Of a half type it is the whole sum, and ``.grad``, which is part of it, is None until then.
+        """
+        if reduced.dtype == self._parameters[0].dtype and reduced.dtype.itemsize >= 4:
+            return self._chosen(reduced, needed)
+        then = self.take(reduced, needed)
+        if then is not None:
+            then()
+        return self.hand_over()
 
     def rounded(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         """Return ``reduced`` as gradients of the parameters' dtype, without touching ``.grad`` (``torch.autograd.grad``)."""
-        return self._needed(reduced.to(self._parameters[0].dtype), needed)
-
-    def _present(self) -> torch.Tensor:
-        if self._total is not None and self._witness is not None and self._witness.unchanged():
-            return self._total
-        total = torch.zeros(sum(self._pieces), dtype=torch.float32, device=self._parameters[0].device)
-        for parameter, view in zip(self._parameters, self.views(total), strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-        return total
+        return self._chosen(reduced.to(self._parameters[0].dtype), needed)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's part of ``flat``."""
         pieces = torch.split(flat, self._pieces)
         return [pieces[index] for index in self._indices]
 
-    def _needed(self, flat: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        return [view if wanted else None for view, wanted in zip(self.views(flat), needed, strict=True)]
+    def _chosen(self, flat: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        return [view if yes else None for view, yes in zip(self.views(flat), wanted, strict=True)]
+
+    def _take_present(self, needed: Sequence[bool]) -> None:
+        if not self._is_ours(needed):
+            device = self._parameters[0].device
+            self._flat = torch.zeros(sum(self._pieces), dtype=self._parameters[0].dtype, device=device)
+            self._total = None
+            present = [(v, p.grad) for v, p in zip(self._chosen(self._flat, needed), self._parameters, strict=True)]
+            pairs = [(view, grad) for view, grad in present if view is not None and grad is not None]
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        self._taken = list(needed)
+        for parameter, wanted in zip(self._parameters, needed, strict=True):
+            if wanted:
+                parameter.grad = None
+
+    def _is_ours(self, needed: Sequence[bool]) -> bool:
+        """Whether the gradients that are needed, and no others, are views of the flat tensor as we left it."""
+        if self._flat is None or self._witness is None or not self._witness.unchanged():
+            return False
+        others = [
+            (given and not wanted) or (wanted and not given and p.grad is not None)
+            for given, wanted, p in zip(self._given, needed, self._parameters, strict=True)
+        ]
+        return not any(others)
+
+    def _add_what_came_meanwhile(self, flat: torch.Tensor, taken: Sequence[bool]) -> None:
+        sums = flat if self._total is None else self._total
+        present = [(v, p.grad) for v, p in zip(self._chosen(sums, taken), self._parameters, strict=True)]
+        pairs = [(view, grad) for view, grad in present if view is not None and grad is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+            if sums is not flat:
+                flat.copy_(sums)
 
 
-def accumulates(leaf: torch.nn.Parameter) -> bool:
+def accumulates(leaf: torch.Tensor) -> bool:
     """Whether the backward pass under way will add to ``leaf.grad``, as opposed to ``torch.autograd.grad``, which returns it."""
     if not leaf.requires_grad:  # frozen since forward: autograd passes it over
         return False
@@ -116,3 +192,17 @@ def accumulates(leaf: torch.nn.Parameter) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # how torch says that the leaf's gradient is captured and not accumulated
         return False
+
+
+def _copy(flat: torch.Tensor, reduced: torch.Tensor) -> None:
+    flat.copy_(reduced)
+
+
+def _add(flat: torch.Tensor, total: torch.Tensor | None, reduced: torch.Tensor, *, starts: bool) -> None:
+    if total is None:
+        flat += reduced
+        return
+    if starts:
+        total.copy_(flat)
+    total += reduced
+    flat.copy_(total)

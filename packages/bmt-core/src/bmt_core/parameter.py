@@ -290,8 +290,15 @@ class _Gather(torch.autograd.Function):
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
         reduced = parameter._shard.reduce(grad)
         gradient = parameter._gradient_sum()
-        add = gradient.add if accumulates(parameter) else gradient.rounded
-        return add(reduced, [True])[0], None
+        if not accumulates(parameter):
+            return gradient.rounded(reduced, [True])[0], None
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return gradient.seen_by_hooks(reduced, [True])[0], None
+        add = gradient.take(reduced, [True])
+        if add is not None:
+            add()
+        torch.autograd.Variable._execution_engine.queue_callback(gradient.finish)
+        return None, None
 
 
 def _rebuild(

@@ -14,8 +14,17 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.api import CommBackend, CommContext, Group
-from bmt_core.config import DEFAULT_COMM_BACKEND, DEFAULT_ZERO_LEVEL, Launch, RunSettings, check_rendezvous
+from bmt_core.config import (
+    DEFAULT_COMM_BACKEND,
+    DEFAULT_REDUCE_DTYPE,
+    DEFAULT_ZERO_LEVEL,
+    Launch,
+    ReduceDtype,
+    RunSettings,
+    check_rendezvous,
+)
 from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.lanes import Lanes
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.plugins import Registry, compare_across_ranks
 from bmt_core.start import StartTogether
@@ -51,6 +60,7 @@ class Runtime:
         self.backend = backend
         self.kernels = kernels
         self.world: Group = topology.group(topology.sizes)
+        self.lanes = Lanes(topology, device)
         self._streams: dict[str, Stream] = {}
         self._load_event: Event | None = None
 
@@ -99,6 +109,8 @@ def init_distributed(
     device: str | torch.device | None = None,
     timeout: float = 1800,
     pin_cpu: bool = False,
+    reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE,
+    prefetch_bytes: int | None = None,
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
 
@@ -112,6 +124,11 @@ def init_distributed(
     ``BMT_COMM_BACKEND``, else ``"torch"``. ``device`` is by default the CUDA device of the local rank where there is
     one, else the CPU. ``timeout`` (seconds) bounds every rendezvous and collective. ``pin_cpu`` binds the process to
     its share of the host's cores; nothing else touches the process's CPU, cuDNN or thread settings.
+
+    ``reduce_dtype`` is how gradients of half types are summed by Blocks that do not say: ``"fp32-sum"`` sends them as they
+    are and sums in float32, ``"param"`` sends and sums them as they are, ``"fp32"`` sends and sums float32, twice the
+    bytes. ``prefetch_bytes`` is how many bytes of parameters may be gathered ahead of the block that computes; always at
+    least one block, which is the default (None).
 
     Raises :class:`ConfigError` (bad settings, a world that the grid does not divide, started already) and
     :class:`PluginError` (broken or doubled plugins, other plugins on other ranks), on every rank.
@@ -129,6 +146,8 @@ def init_distributed(
         device=device,
         timeout=timeout,
         pin_cpu=pin_cpu,
+        reduce_dtype=reduce_dtype,
+        prefetch_bytes=prefetch_bytes,
     )
     launch = Launch.from_env()
     store = _connect(init_method, launch, settings)

@@ -47,6 +47,7 @@ class Topology:
         self.world_size = math.prod(self.sizes.values())
         self._backend = backend
         self._groups: dict[frozenset[str], Group] = {}
+        self._twins: dict[tuple[frozenset[str], str], Group] = {}
         self._set_old_names()
 
     def __repr__(self) -> str:
@@ -101,6 +102,19 @@ class Topology:
     def shard_group(self, local_axes: Collection[str] = ()) -> Group:
         """Return the group over which this rank's parameters local along ``local_axes`` are sharded."""
         return self.group(name for name in self.sizes if name not in local_axes)
+
+    def twin(self, group: Group, name: str) -> Group:
+        """Return a second communicator over the ranks of ``group``, for what runs beside it.
+
+        One for each ``name``, kept. A group that this topology did not make, and a group of one rank, is returned
+        itself. Collective over the world when asked for the first time.
+        """
+        key = next((key for key, made in self._groups.items() if made is group), None)
+        if key is None or group.size == 1:
+            return group
+        if (key, name) not in self._twins:
+            self._twins[key, name] = self._make(self.ranks(key))
+        return self._twins[key, name]
 
     def group_of(self, ranks: tuple[int, ...]) -> Group:
         """Return the group of this rank whose members are ``ranks``; :class:`ConfigError` when the grid has none such."""

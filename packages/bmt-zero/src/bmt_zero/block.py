@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from bmt_core.config import check_zero_level
+from bmt_core.config import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.errors import ConfigError
 from bmt_core.module import extend, reduce_extended, refuse_assign, replace_by_part, whole_value
 from bmt_core.runtime import current
@@ -28,8 +28,8 @@ class Block(nn.Module):
     forward. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and
     optimizer state and gathers once after each optimizer step; 2 gathers in forward and keeps until backward ends; 3
     frees after forward and gathers again in backward. ``initialized``: the values are final, :func:`init_parameters`
-    leaves them. ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks
-    only.
+    leaves them. ``reduce_dtype``: how gradients are summed over ranks, see :func:`init_distributed`.
+    ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks only.
 
     Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
     """
@@ -53,12 +53,17 @@ class Block(nn.Module):
         zero_level: int | None = None,
         initialized: bool = False,
         mode: Mode = "BLOCK",
+        *,
+        reduce_dtype: ReduceDtype | None = None,
     ) -> None:
         level = check_zero_level(current().settings.zero_level if zero_level is None else zero_level)
         if mode not in ("BLOCK", "PIPE"):
             raise ConfigError(f"mode must be 'BLOCK' or 'PIPE', not {mode!r}.")
         self.__dict__["_bmt_block"] = BlockState(
-            use_checkpoint=use_checkpoint, level=level, local_axes=("pp",) if mode == "PIPE" else ()
+            use_checkpoint=use_checkpoint,
+            level=level,
+            local_axes=("pp",) if mode == "PIPE" else (),
+            reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
         )
         self._bmt_block.refresh(self)
         for parameter in self._bmt_block.parameters():

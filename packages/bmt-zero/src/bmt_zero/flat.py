@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
-from bmt_core.comm import Group
+from bmt_core.comm import Group, Work
+from bmt_core.config import ReduceDtype
 from bmt_core.gradient import GradientSum, GradientWitness
+from bmt_core.lanes import Mark
 from bmt_core.parameter import DistributedParameter, make_distributed
+from bmt_core.runtime import current
 from bmt_core.shard import Shard, summation_dtype
 from bmt_zero.layout import FlatLayout, flat_layout
 from bmt_zero.memory import gathered_memory
@@ -25,21 +29,30 @@ from bmt_zero.memory import gathered_memory
 class FlatShard:
     """Parameters of one dtype that are sharded over one group, as slices of one flat tensor.
 
-    Making it is collective if a parameter was sharded in another way before. The parameters become
-    :class:`DistributedParameter` and keep their identity.
+    Making it is collective if a parameter was sharded in another way before, and when it is the first one over its
+    group. The parameters become :class:`DistributedParameter` and keep their identity.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, level: int, group: Group, device: torch.device
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        level: int,
+        group: Group,
+        device: torch.device,
+        reduce_dtype: ReduceDtype = "fp32-sum",
     ) -> None:
         self.group = group
         self.level = level
         self.dtype = parameters[0].dtype
         self.device = device
+        self.reduce_dtype = reduce_dtype
+        self.lanes = current().lanes
+        self.reducing = self.lanes.reduce.group(group)
         # Level 0, and a group of one, own everything: the shard is the full tensor.
         self.is_whole = level == 0 or group.size == 1
-        shapes = [_full_shape(parameter) for parameter in parameters]
-        numels = [shape.numel() for shape in shapes]
+        self.shapes = [_full_shape(parameter) for parameter in parameters]
+        numels = [shape.numel() for shape in self.shapes]
         self.layout: FlatLayout = flat_layout(numels, self.dtype.itemsize, 1 if self.is_whole else group.size)
         rank = None if self.is_whole else group.rank
         pieces, indices = self.layout.pieces(rank)
@@ -47,75 +60,138 @@ class FlatShard:
         parts = torch.split(self.shard, pieces)
         with torch.no_grad():
             self.parameters = [
-                self._adopt(parameter, number, shapes[number], parts[index])
+                self._adopt(parameter, number, self.shapes[number], parts[index])
                 for number, (parameter, index) in enumerate(zip(parameters, indices, strict=True))
             ]
         self.sum = GradientSum(self.parameters, pieces, indices)
         self.full, self._writer = self._make_full()
         pieces, self._indices = self.layout.pieces()
         self._like = [torch.empty(length, device="meta") for length in pieces]
-        for index, shape in zip(self._indices, shapes, strict=True):
+        for index, shape in zip(self._indices, self.shapes, strict=True):
             self._like[index] = torch.empty(shape, device="meta")
         self._gaps = sorted(set(range(len(pieces))) - set(self._indices))
         self._holders = 0
+        self._is_wanted = False
         self._resident = self.is_whole
         self._is_current = False
-        self._versions = self._current_versions()
+        self._arrival: Mark | None = None
+        self._written: Mark | None = self.lanes.gather.here()
+        self._versions = self._told = self._current_versions()
         self._stepped = False
         self._unreduced: torch.Tensor | None = None
         self._witness: GradientWitness | None = None
         self.generation = 0
         self.stale = False
 
+    @property
+    def full_bytes(self) -> int:
+        """Size of the full buffer."""
+        return self.layout.total * self.dtype.itemsize
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the full parameters are in memory, or on their way, as far as was last observed."""
+        return self.is_whole or (self._resident and self._is_current)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a use holds the full parameters."""
+        return self._holders > 0
+
     def data_changed(self) -> None:
-        """An optimizer stepped parameters of this shard (:class:`bmt_core.parameter.Owner`)."""
-        self._stepped = True
+        """An optimizer stepped parameters of this shard (:class:`bmt_core.parameter.Owner`): gathers wait for what it did."""
+        versions = self._current_versions()
+        if not self._stepped or versions != self._told:
+            self._stepped, self._told = True, versions
+            self._written = self.lanes.gather.here()
 
     def data_replaced(self) -> None:
         """A parameter was given other memory: it must be laid out again before the next use (:class:`bmt_core.parameter.Owner`)."""
         self.stale = True
 
-    def acquire(self, *, observe: bool = True) -> None:
-        """Have the full parameters in memory until :meth:`release`. Collective when they must be gathered.
-
-        ``observe`` False skips looking whether the optimizer changed the shards since the last look.
-        """
-        if observe:
-            self.observe()
-        if not self.is_whole and not (self._resident and self._is_current):
-            self._gather()
-        self._holders += 1
-
     def observe(self) -> None:
         """Look whether the shards were changed since the last look; :attr:`generation` counts how often they were."""
         versions = self._current_versions()
         if self._stepped or versions != self._versions:
-            self._versions = versions
+            if versions != self._told:
+                self._written = self.lanes.gather.here()
+            self._versions = self._told = versions
             self._stepped = False
             self._is_current = False
             self.generation += 1
 
+    def start_gather(self) -> None:
+        """Have the full parameters on their way, unless they are there. Collective."""
+        if self.is_available:
+            return
+        lane = self.lanes.gather
+        if self._written is not None:
+            lane.after(self._written)
+            self._written = None
+        if not self._resident:
+            with lane.memory():
+                self.full.untyped_storage().resize_(self.full_bytes)
+            gathered_memory.change(self.full_bytes)
+            self._resident = True
+        self._arrival = lane.run(lambda: self.group.all_gather(self._writer, self.shard))
+        self._is_current = True
+
+    def hold(self) -> None:
+        """Keep the full parameters, which are on their way or there, until :meth:`release`."""
+        self._holders += 1
+
+    def arrive(self) -> None:
+        """Let the computation wait for the full parameters."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+
     def release(self) -> None:
-        """Undo one :meth:`acquire`; the last one frees the buffer at levels 2 and 3."""
+        """Undo one :meth:`hold`; the last one frees the buffer at levels 2 and 3."""
         self._holders -= 1
         self.free_unless_held()
 
+    def want(self, wanted: bool) -> None:
+        """Say whether the next use is near, so that nobody's letting go frees the buffer."""
+        self._is_wanted = wanted
+        self.free_unless_held()
+
     def free_unless_held(self) -> None:
-        """Free the full buffer at levels 2 and 3 when nobody holds it."""
-        if self._holders == 0 and self._resident and not self.is_whole and self.level >= 2:
-            gathered_memory.change(-self._full_bytes)
-            self.full.untyped_storage().resize_(0)
-            self._resident = False
+        """Free the full buffer at levels 2 and 3 when nobody holds or wants it."""
+        if self._holders or self._is_wanted or not self._resident or self.is_whole or self.level < 2:
+            return
+        lane = self.lanes.gather
+        if self._arrival is not None:
+            lane.after(self._arrival)
+            self._arrival = None
+        lane.after(lane.here())  # [Note: buffer lifetime] in bmt_core.lanes
+        self.full.untyped_storage().resize_(0)
+        gathered_memory.change(-self.full_bytes)
+        self._resident = False
 
     def discard(self) -> None:
         """Give the full buffer back for good; this object is not used again."""
         if self._resident and not self.is_whole:
-            gathered_memory.change(-self._full_bytes)
+            gathered_memory.change(-self.full_bytes)
             self._resident = False
+            if self._arrival is not None:
+                self._arrival.wait()
 
     def views(self) -> list[torch.Tensor]:
         """Return the full parameters, in their shapes: views of the full buffer, fresh objects at each call."""
-        return self._pieces_of(self.full)
+        return self.views_of(self.full)
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the pieces of a tensor laid out like the full buffer, in the parameters' shapes."""
+        pieces = torch._C._nn.unflatten_dense_tensors(flat, self._like)
+        return [pieces[index] for index in self._indices]
+
+    def gaps_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the pieces of a tensor laid out like the full buffer that belong to no parameter."""
+        if not self._gaps:
+            return []
+        pieces = torch._C._nn.unflatten_dense_tensors(flat, self._like)
+        return [pieces[index] for index in self._gaps]
 
     def is_full_storage(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the full buffer, which may be freed."""
@@ -131,58 +207,89 @@ class FlatShard:
         if self._witness is not None and not self._witness.unchanged():
             self._unreduced = self._witness = None
 
-    def reduce(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Return this rank's slice of the sum over ranks of ``grads`` (full gradients, None for zero). Collective.
+    @property
+    def buffer_dtype(self) -> torch.dtype:
+        """In which dtype full gradients are collected, which is that of the wire."""
+        if self.group.size == 1 or self.reduce_dtype == "param":
+            return self.dtype
+        # An all-reduce has no form that sends a half type and sums float32.
+        return summation_dtype(self.dtype) if self.is_whole or self.reduce_dtype == "fp32" else self.dtype
 
-        What :meth:`hold` kept is part of it. Half types are summed in float32, which is then the dtype of the result.
+    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> Mark:
+        """Reduce ``full``, flat full gradients, into the :attr:`sum`, in the lane; return when that will be done. Collective.
+
+        What :meth:`hold_back` kept is part of it. The caller keeps ``full`` until then.
         """
-        self.forget_cleared_gradients()
-        if self.level == 1:
-            # What follows a reduction is an update, by whomever; that it was reduced is known to every rank alike.
-            self._is_current = False
-        wide = summation_dtype(self.dtype)
-        if self._unreduced is not None:
-            buffer, self._unreduced, self._witness = self._unreduced, None, None
-            self._add(buffer, grads)
-        else:
-            buffer = torch.empty(self.layout.total, dtype=wide if self.is_whole else self.dtype, device=self.device)
-            self._fill(buffer, grads)
-        if self.is_whole:
-            self.group.all_reduce(buffer).wait()
-            return buffer
-        output = torch.empty(self.layout.slice_length, dtype=wide, device=self.device)
-        self.group.reduce_scatter(output, buffer).wait()
-        return output
+        lane = self.lanes.reduce
+        full = self._with_held_back(full)
+        reduced = self._make_reduced(full, stays=self.sum.is_first and self._reduced_dtype(full) == self.dtype)
+        then = self.sum.take(reduced, needed)
+        lane.after(lane.here())
+        mark = lane.run(lambda: self._start_reduction(reduced, full), then)
+        self.sum.ready_at(mark)
+        return mark
 
-    def hold(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Keep ``grads`` for a later :meth:`reduce`, summed locally in float32.
+    def reduce_now(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective."""
+        lane = self.lanes.reduce
+        full = self._with_held_back(full)
+        reduced = self._make_reduced(full, stays=True)
+        lane.after(lane.here())
+        lane.run(lambda: self._start_reduction(reduced, full)).wait()
+        return reduced
+
+    def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
+        """Keep ``full``, flat full gradients, for a later :meth:`reduce`, summed locally in float32.
 
         ``.grad`` becomes zero where there is none yet: when ``zero_grad`` touches it, what is kept here goes too.
         """
         self.forget_cleared_gradients()
         if self._unreduced is None:
-            self._unreduced = torch.zeros(self.layout.total, dtype=summation_dtype(self.dtype), device=self.device)
-        self._add(self._unreduced, grads)
+            self._unreduced = full.to(summation_dtype(self.dtype))
+        else:
+            self._unreduced += full
         zeros = self.sum.views(torch.zeros_like(self.shard))
-        for parameter, zero, grad in zip(self.parameters, zeros, grads, strict=True):
-            if parameter.grad is None and (grad is not None or parameter.requires_grad):
+        for parameter, zero, wanted in zip(self.parameters, zeros, needed, strict=True):
+            if parameter.grad is None and wanted:
                 parameter.grad = zero
         self._witness = GradientWitness(self.parameters, [parameter.grad for parameter in self.parameters])
 
     def complete_gradients(self) -> None:
-        """Reduce what :meth:`hold` kept and no later backward took along (:class:`bmt_core.parameter.Owner`). Collective."""
+        """Reduce what :meth:`hold_back` kept and no later backward took along (:class:`bmt_core.parameter.Owner`). Collective."""
         self.forget_cleared_gradients()
-        if self._unreduced is None:
-            return
-        needed = [parameter.requires_grad for parameter in self.parameters]
-        reduced = self.reduce([None] * len(self.parameters))
-        for parameter, grad in zip(self.parameters, self.sum.add(reduced, needed), strict=True):
-            if grad is not None:
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+        if self._unreduced is not None:
+            nothing = torch.zeros(self.layout.total, dtype=self.buffer_dtype, device=self.device)
+            self.reduce(nothing, [parameter.requires_grad for parameter in self.parameters]).wait()
+            self.sum.finish()
 
     def is_hooked(self) -> bool:
         """Whether the user watches gradients of these parameters, so that each must reach autograd."""
-        return any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in self.parameters)
+        watched = [bool(p._backward_hooks or p._post_accumulate_grad_hooks) for p in self.parameters]
+        return True in watched
+
+    def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
+        self.forget_cleared_gradients()
+        if self.level == 1:
+            # What follows a reduction is an update, by whomever; that it was reduced is known to every rank alike.
+            self._is_current = False
+        held, self._unreduced, self._witness = self._unreduced, None, None
+        if held is None:
+            return full
+        held += full
+        return held
+
+    def _make_reduced(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
+        """Return the tensor to reduce into: memory of the computation if it ``stays`` as a gradient, else of the lane."""
+        if self.is_whole:
+            return full
+        with nullcontext() if stays else self.lanes.reduce.memory():
+            return torch.empty(self.layout.slice_length, dtype=self._reduced_dtype(full), device=self.device)
+
+    def _reduced_dtype(self, full: torch.Tensor) -> torch.dtype:
+        return full.dtype if self.is_whole or self.reduce_dtype == "param" else summation_dtype(full.dtype)
+
+    def _start_reduction(self, reduced: torch.Tensor, full: torch.Tensor) -> Work:
+        return self.reducing.all_reduce(full) if self.is_whole else self.reducing.reduce_scatter(reduced, full)
 
     def _adopt(
         self, parameter: torch.nn.Parameter, number: int, shape: torch.Size, place: torch.Tensor
@@ -203,40 +310,8 @@ class FlatShard:
         full.untyped_storage().resize_(0)
         return full, full.data
 
-    @property
-    def _full_bytes(self) -> int:
-        return self.layout.total * self.dtype.itemsize
-
-    def _gather(self) -> None:
-        if not self._resident:
-            self.full.untyped_storage().resize_(self._full_bytes)
-            gathered_memory.change(self._full_bytes)
-            self._resident = True
-        self.group.all_gather(self._writer, self.shard).wait()
-        self._is_current = True
-
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
-
-    def _pieces_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        pieces = torch._C._nn.unflatten_dense_tensors(flat, self._like)
-        return [pieces[index] for index in self._indices]
-
-    def _fill(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
-        pieces = torch._C._nn.unflatten_dense_tensors(buffer, self._like)
-        targets = [pieces[index] for index in self._indices]
-        present = [(target, grad) for target, grad in zip(targets, grads, strict=True) if grad is not None]
-        empty = [pieces[index] for index in self._gaps]
-        empty += [target for target, grad in zip(targets, grads, strict=True) if grad is None]
-        if present:
-            torch._foreach_copy_([target for target, _ in present], [_dense(grad) for _, grad in present])
-        if empty:
-            torch._foreach_zero_(empty)
-
-    def _add(self, buffer: torch.Tensor, grads: Sequence[torch.Tensor | None]) -> None:
-        pairs = [(t, _dense(g)) for t, g in zip(self._pieces_of(buffer), grads, strict=True) if g is not None]
-        if pairs:
-            torch._foreach_add_([target for target, _ in pairs], [grad for _, grad in pairs])
 
 
 def _full_shape(parameter: torch.nn.Parameter) -> torch.Size:
@@ -250,7 +325,3 @@ def _part(parameter: torch.nn.Parameter, shard: Shard) -> torch.Tensor:
     if parameter._shard.ranges == shard.ranges and parameter._shard.group.ranks == shard.group.ranks:
         return parameter.detach()
     return shard.part(parameter.gather_like(parameter.detach()))
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.is_sparse else grad

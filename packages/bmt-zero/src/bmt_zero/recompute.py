@@ -17,7 +17,7 @@ from bmt_zero.use import Use
 def recomputed(
     call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     use: Use,
-    buffers: Sequence[torch.Tensor | None],
+    buffers: Sequence[torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -27,15 +27,20 @@ def recomputed(
 
     The arguments travel as one tuple and one dict, so that no keyword of the inner module meets one of torch's.
     """
-    is_first = True
+    changing: list[torch.Tensor] | None = None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Any) -> Any:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            return call(args, kwargs)
+        nonlocal changing
+        if changing is None:
+            versions = [buffer._version for buffer in buffers]
+            try:
+                return call(args, kwargs)
+            finally:
+                # Batch norm changes its statistics, which are vectors, without a trace in their version counters.
+                pairs = zip(buffers, versions, strict=True)
+                changing = [buffer for buffer, version in pairs if buffer.ndim < 2 or buffer._version != version]
         use.begin_backward()
-        with forward_scope(), _kept(buffers):
+        with forward_scope(), _kept(changing):
             return call(args, kwargs)
 
     # The tensors are passed once more, flat: torch looks at them for the devices whose random state it keeps.
@@ -43,12 +48,10 @@ def recomputed(
 
 
 @contextmanager
-def _kept(buffers: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    # All of them: batch norm changes its statistics without a trace in their version counters.
-    values = [None if buffer is None else buffer.clone() for buffer in buffers]
+def _kept(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    values = [buffer.clone() for buffer in buffers]
     try:
         yield
     finally:
         for buffer, value in zip(buffers, values, strict=True):
-            if buffer is not None and value is not None:
-                buffer.data.copy_(value)  # by .data: putting a value back is no modification
+            buffer.data.copy_(value)  # by .data: putting a value back is no modification

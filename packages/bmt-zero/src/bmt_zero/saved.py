@@ -33,7 +33,6 @@ def saved_for_backward(use: Use) -> saved_tensors_hooks:
     def unpack(saved: _Saved) -> torch.Tensor:
         if saved.is_parameter:
             use.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(use.end)
         elif saved.tensor._version != saved.version:
             # With hooks torch leaves this check to us.
             raise BmtError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -13,11 +15,13 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from bmt_core.block import BlockUse
 from bmt_core.comm import Group
+from bmt_core.config import ReduceDtype
 from bmt_core.errors import ConfigError
 from bmt_core.parameter import DistributedParameter
 from bmt_core.runtime import current
 from bmt_core.scope import gather_once
 from bmt_zero.flat import FlatShard
+from bmt_zero.linear import direct_linears
 from bmt_zero.nested import map_tensors, tensors_in
 from bmt_zero.recompute import recomputed
 from bmt_zero.saved import saved_for_backward
@@ -34,23 +38,43 @@ class Place(NamedTuple):
     parameter: DistributedParameter
 
 
+_numbers = itertools.count()
+
+
 class BlockState:
     """The engine of one block. It holds parameters and places, never the block itself."""
 
-    def __init__(self, *, use_checkpoint: bool, level: int, local_axes: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        use_checkpoint: bool,
+        level: int,
+        local_axes: Collection[str] = (),
+        reduce_dtype: ReduceDtype = "fp32-sum",
+    ) -> None:
         self.use_checkpoint = use_checkpoint
         self.level = level
         self.local_axes = tuple(local_axes)
+        self.reduce_dtype: ReduceDtype = reduce_dtype
         self.flats: list[FlatShard] = []
         self.running = False
+        self.use: Use | None = None
         self.schedule = BlockUse()
+        self.number = next(_numbers)
+        self.following: int | None = None  # the block after this one in a list
+        self.preceding: int | None = None  # the block whose forward ran before this one's
         self._places: list[Place] = []
+        self._own: list[tuple[dict[str, Any], str, int]] = []
+        self._foreign: list[Place] = []
+        self._direct: list[Any] = []
+        self._buffers: list[dict[str, torch.Tensor | None]] = []
+        self._leaf: torch.Tensor | None = None
         self._epoch = -1
         self._pin: Use | None = None
 
     def __reduce__(self) -> Any:
         # A copy lays its own parameters out when it is first used.
-        return _copy_of, (self.use_checkpoint, self.level, self.local_axes)
+        return _copy_of, (self.use_checkpoint, self.level, self.local_axes, self.reduce_dtype)
 
     def __del__(self) -> None:
         for flat in self.flats:
@@ -83,14 +107,42 @@ class BlockState:
         """
         watch_structure()
         watch_steps()
-        if self._epoch == structure_epoch() and not any(flat.stale for flat in self.flats) and self._in_place():
+        if self._epoch == structure_epoch() and True not in [flat.stale for flat in self.flats] and self._in_place():
             return
         # A copy may be called for the first time under inference_mode, and must be trainable later.
         with torch.inference_mode(False):
             self._take_over(block)
 
+    @property
+    def bytes_ahead(self) -> int:
+        """How much memory the full parameters take that nobody holds."""
+        return sum(
+            [
+                flat.full_bytes
+                for flat in self.flats
+                if not (flat.is_whole or flat.is_held or (flat.level < 2 and flat.is_available))
+            ]
+        )
+
+    def gather_ahead(self) -> bool:
+        """Start the gathers of the next use, and keep what they bring; False when that use must lay out first. Collective."""
+        if not self.flats or True in [flat.stale for flat in self.flats]:
+            return False
+        for flat in self.flats:
+            if not flat.is_available:
+                flat.observe()
+                flat.start_gather()
+            flat.want(True)
+        return True
+
+    def no_longer_wanted(self) -> None:
+        """Undo :meth:`gather_ahead`: what nobody holds is freed."""
+        for flat in self.flats:
+            flat.want(False)
+
     def _in_place(self) -> bool:
-        return all(holder.get(name) is parameter for holder, name, parameter in self._places)
+        found = [holder.get(name) for holder, name, _ in self._places]
+        return not any(map(operator.is_not, found, [parameter for _, _, parameter in self._places]))
 
     def _take_over(self, block: nn.Module) -> None:
         self._epoch = structure_epoch()
@@ -104,31 +156,39 @@ class BlockState:
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
         self.flats = kept + self._lay_out(new, places)
         self._places = [Place(*place) for place in places]
+        where = {id(parameter): index for index, parameter in enumerate(self.parameters())}
+        self._own = [(holder, name, where[id(p)]) for holder, name, p in self._places if id(p) in where]
+        self._foreign = [place for place in self._places if id(place.parameter) not in where]
+        lies = {id(p): (number, i) for number, flat in enumerate(self.flats) for i, p in enumerate(flat.parameters)}
+        self._direct = direct_linears(self, block, lies)
         device = current().device
-        for module in block.modules():
-            for name, buffer in module._buffers.items():
+        self._buffers = [module._buffers for module in block.modules() if module._buffers]
+        for home in self._buffers:
+            for name, buffer in home.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+                    home[name] = buffer.to(device)
 
     def run(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the inner module with the full parameters in place. Collective."""
         self.refresh(block)
         for flat in self.flats:
             flat.forget_cleared_gradients()
-        use = Use(self.flats, self.schedule)
+        use = Use(self)
         use.begin_forward()
         backward_follows = False
         try:
             token, fulls = self._enter(use)
             if self.use_checkpoint and torch.is_grad_enabled():
-                buffers = [buffer for module in block.modules() for buffer in module._buffers.values()]
-                outputs = recomputed(lambda a, k: self._inside(call, fulls, a, k), use, buffers, args, kwargs)
+                buffers = [buffer for home in self._buffers for buffer in home.values() if buffer is not None]
+                outputs = recomputed(lambda a, k: self._inside(call, use, fulls, a, k), use, buffers, args, kwargs)
             elif self.level == 3 and torch.is_grad_enabled():
                 with saved_for_backward(use):
-                    outputs = self._inside(call, fulls, args, kwargs)
+                    outputs = self._inside(call, use, fulls, args, kwargs)
             else:
-                outputs = self._inside(call, fulls, args, kwargs)
-            outputs = self._leave(use, token, tensors_in((args, kwargs)), outputs)
+                outputs = self._inside(call, use, fulls, args, kwargs)
+            if True in [full._backward_hooks is not None for full in fulls]:
+                use.writes_directly = False  # what watches a full gradient must see it
+            outputs = self._leave(use, token, (args, kwargs), outputs)
             self._pin_between_uses(use.schedule.last_forward)
             backward_follows = any(output.requires_grad for output in tensors_in(outputs))
             return outputs
@@ -137,35 +197,47 @@ class BlockState:
 
     def _enter(self, use: Use) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         parameters = self.parameters()
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            token, *fulls = Enter.apply(use, *parameters)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and True in [parameter.requires_grad for parameter in parameters]:
+            if self._leaf is None:
+                with torch.inference_mode(False):
+                    self._leaf = torch.empty(0, requires_grad=True)
+            token, *fulls = Enter.apply(use, self._leaf, *parameters)  # type: ignore[no-untyped-call]
             return token, fulls
         return None, [view.detach() for flat in self.flats for view in flat.views()]
 
     def _inside(
-        self, call: Callable[..., Any], fulls: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Callable[..., Any],
+        use: Use,
+        fulls: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        with self._substituted(fulls):
+        with self._substituted(use, fulls):
             return call(*args, **kwargs)
 
     @contextmanager
-    def _substituted(self, fulls: list[torch.Tensor]) -> Iterator[None]:
-        by_parameter = {id(p): full for p, full in zip(self.parameters(), fulls, strict=True)}
-        places = self._places
-        for holder, name, parameter in places:
-            found = by_parameter.get(id(parameter))
-            holder[name] = gather_once(parameter) if found is None else found
-        self.running = True
+    def _substituted(self, use: Use, fulls: list[torch.Tensor]) -> Iterator[None]:
+        before, self.use, self.running = self.use, use, True
         running.append(self.flats)
+        places, direct = self._places, self._direct
         try:
+            for holder, name, index in self._own:
+                holder[name] = fulls[index]
+            for holder, name, parameter in self._foreign:
+                holder[name] = gather_once(parameter)
+            for attributes, forward in direct:
+                attributes["forward"] = forward
             yield
         finally:
             running.remove(self.flats)
-            self.running = False
+            self.use, self.running = before, False
             for holder, name, parameter in places:
                 holder[name] = parameter
+            for attributes, _ in direct:
+                attributes.pop("forward", None)
 
-    def _leave(self, use: Use, token: torch.Tensor | None, inputs: list[torch.Tensor], outputs: Any) -> Any:
+    def _leave(self, use: Use, token: torch.Tensor | None, inputs: Any, outputs: Any) -> Any:
         # A parameter that is returned must outlive the buffer.
         outputs = map_tensors(lambda t: t.clone() if any(f.is_full_storage(t) for f in self.flats) else t, outputs)
         gated = [output for output in tensors_in(outputs) if output.requires_grad]
@@ -177,7 +249,7 @@ class BlockState:
         if token is None:
             # All parameters are frozen: there is no Enter to run after the block, but its inputs' gradients come last.
             token = torch.empty(0, device=gated[0].device)
-            sources = [tensor for tensor in inputs if tensor.requires_grad]
+            sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
             if sources:
                 use.hook = register_multi_grad_hook(sources, _Ends(use))
         left = Leave.apply(use, token, *gated)  # type: ignore[no-untyped-call]
@@ -191,8 +263,8 @@ class BlockState:
             if pin is not None:
                 pin.let_go()
         elif self._pin is None:
-            self._pin = Use(self.flats, self.schedule)
-            self._pin.begin_forward()
+            self._pin = Use(self)
+            self._pin.pin()
 
     def _lay_out(self, parameters: list[nn.Parameter], places: list[Place]) -> list[FlatShard]:
         kinds: dict[Any, tuple[Group, list[nn.Parameter]]] = {}
@@ -203,7 +275,10 @@ class BlockState:
             key = (index, parameter.dtype, parameter.requires_grad if index is None else None, group.ranks)
             kinds.setdefault(key, (group, []))[1].append(parameter)
         device = current().device
-        made = [FlatShard(members, level=self.level, group=group, device=device) for group, members in kinds.values()]
+        made = [
+            FlatShard(members, level=self.level, group=group, device=device, reduce_dtype=self.reduce_dtype)
+            for group, members in kinds.values()
+        ]
         used = [p._flat_index for flat in self.flats for p in flat.parameters if p._flat_index is not None]
         for number, flat in enumerate(made, start=max(used, default=-1) + 1):
             for parameter in flat.parameters:
@@ -226,8 +301,8 @@ class BlockState:
         return topology.shard_group({*self.local_axes, *parameter.local_axes})
 
 
-def _copy_of(use_checkpoint: bool, level: int, local_axes: tuple[str, ...]) -> BlockState:
-    return BlockState(use_checkpoint=use_checkpoint, level=level, local_axes=local_axes)
+def _copy_of(use_checkpoint: bool, level: int, local_axes: tuple[str, ...], reduce_dtype: ReduceDtype) -> BlockState:
+    return BlockState(use_checkpoint=use_checkpoint, level=level, local_axes=local_axes, reduce_dtype=reduce_dtype)
 
 
 def _places_of(block: nn.Module) -> Iterator[Any]:

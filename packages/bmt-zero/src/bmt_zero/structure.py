@@ -32,6 +32,7 @@ def watch_structure() -> None:
         _Watch.installed = True
         torch_module.register_module_parameter_registration_hook(_changed)
         torch_module.register_module_module_registration_hook(_changed)
+        torch_module.register_module_buffer_registration_hook(_changed)
 
 
 running: list[list[FlatShard]] = []

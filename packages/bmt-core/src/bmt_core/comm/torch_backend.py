@@ -118,6 +118,7 @@ class TorchBackend(CommBackend):
         super().__init__(context)
         self._engines = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
         self._timeout = timedelta(seconds=context.timeout)
+        self._world_is_taken = False
         if context.world_size == 1:
             return
         if dist.is_initialized():
@@ -136,14 +137,15 @@ class TorchBackend(CommBackend):
         )
 
     def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
-        """Make the groups of ``partition``; the world's own group is the one that torch made at start."""
+        """Make the groups of ``partition``; the first of all ranks is the one that torch made at start."""
         rank = self.context.rank
         own = next(ranks for ranks in partition if rank in ranks)
         if all(len(ranks) == 1 for ranks in partition):
             return SingleGroup(rank)
         mine: dist.ProcessGroup | None = None
         for ranks in partition:
-            if len(ranks) == self.context.world_size:
+            if len(ranks) == self.context.world_size and not self._world_is_taken:
+                self._world_is_taken = True
                 made: Any = dist.group.WORLD
             else:
                 made = dist.new_group(list(ranks), timeout=self._timeout, backend=self._engines)
@@ -159,18 +161,20 @@ class TorchBackend(CommBackend):
 
 
 class _SumOfParts:
-    """Wait for the parts of all ranks, then add them in the output's dtype."""
+    """Wait for the parts of all ranks, then add them in the output's dtype, once."""
 
     def __init__(self, work: Any, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
         self._work = work
-        self._parts = parts
+        self._parts: torch.Tensor | None = parts
         self._output = output
         self._divisor = divisor
 
     def wait(self) -> None:
+        parts, self._parts = self._parts, None
+        if parts is None:
+            return
         self._work.wait()
-        parts = self._parts.view(-1, self._output.numel())
-        torch.sum(parts, dim=0, dtype=self._output.dtype, out=self._output)
+        torch.sum(parts.view(-1, self._output.numel()), dim=0, dtype=self._output.dtype, out=self._output)
         if self._divisor > 1:
             self._output.div_(self._divisor)
 

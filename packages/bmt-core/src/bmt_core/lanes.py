@@ -1,0 +1,118 @@
+"""Lanes: where collectives run beside the computation.
+
+A run has two, one that gathers parameters and one that reduces gradients. On CUDA a lane is a stream with communicators
+of its own, for on one communicator, or one stream, the two directions would wait for each other. On the CPU a started
+collective proceeds by itself. One thread issues everything, in one order, on every rank alike.
+
+[Note: buffer lifetime] Memory belongs to the stream on which it was allocated: the allocator hands it out again, to that
+stream, as soon as it is freed, whatever other streams still do with it. So what a lane fills is allocated *in* the lane
+(:meth:`Lane.memory`), and freed after the lane has been told to wait for its reader (:meth:`Lane.after`); what the
+computation fills and a lane reads is kept until the computation has waited for the lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from bmt_core.comm.api import Finished, Group, Work
+from bmt_core.topology import Topology
+
+
+class Mark(Protocol):
+    """A point in the order of work of the computation or of a lane."""
+
+    def wait(self) -> None:
+        """Order what the computation does next after this point: the current stream on CUDA, the caller on CPU."""
+
+
+class Lane:
+    """The lane on the CPU, and what every lane can do."""
+
+    def __init__(self, name: str, topology: Topology) -> None:
+        self.name = name
+        self._topology = topology
+
+    def group(self, group: Group) -> Group:
+        """Return the lane's own communicator over the ranks of ``group``. Collective when asked for the first time."""
+        return self._topology.twin(group, self.name)
+
+    def here(self) -> Mark:
+        """Return the point that the computation has reached."""
+        return Finished()
+
+    def after(self, mark: Mark) -> None:
+        """Let what the lane is given from now on start after ``mark``."""
+        mark.wait()
+
+    def memory(self) -> AbstractContextManager[object]:
+        """Inside, memory is allocated for the lane: see [Note: buffer lifetime]."""
+        return nullcontext()
+
+    def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
+        """Run the collective that ``start`` starts and, after it, ``then``; return the point at which both are done.
+
+        They start after what the lane was given before; after the computation only if :meth:`after` said so.
+        """
+        work = start()
+        return work if then is None else _Deferred(work, then)
+
+
+class CudaLane(Lane):
+    """A lane on a stream of its own."""
+
+    def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
+        super().__init__(name, topology)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+    def here(self) -> Mark:
+        """See :meth:`Lane.here`."""
+        mark: Mark = torch.cuda.current_stream().record_event()
+        return mark
+
+    def after(self, mark: Mark) -> None:
+        """See :meth:`Lane.after`."""
+        assert isinstance(mark, torch.cuda.Event)
+        self.stream.wait_event(mark)
+
+    def memory(self) -> AbstractContextManager[object]:
+        """See :meth:`Lane.memory`."""
+        return torch.cuda.stream(self.stream)
+
+    def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
+        """See :meth:`Lane.run`."""
+        with torch.cuda.stream(self.stream):
+            start().wait()
+            if then is not None:
+                then()
+            mark: Mark = self.stream.record_event()
+        return mark
+
+
+class _Deferred:
+    """On the CPU: what follows a collective is done by whoever waits for it first."""
+
+    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+        self._work = work
+        self._then: Callable[[], None] | None = then
+
+    def wait(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            self._work.wait()
+            then()
+
+
+class Lanes:
+    """The lanes of a run."""
+
+    def __init__(self, topology: Topology, device: torch.device) -> None:
+        self.gather = _lane("gather", topology, device)
+        self.reduce = _lane("reduce", topology, device)
+
+
+def _lane(name: str, topology: Topology, device: torch.device) -> Lane:
+    return CudaLane(name, topology, device) if device.type == "cuda" else Lane(name, topology)

@@ -1,0 +1,94 @@
+"""``Prefetch``: gathers that start before they are needed.
+
+[Note: what comes next] What happens in a step is a sequence of events: the forward of a block begins, the backward of a
+block begins. The next event is expected to be what followed the last two events when they last came together; before
+there is such experience, the next block of the list, and in backward the block whose forward ran before this one's.
+That covers loops, repeated, skipped and frozen blocks without a case for any of them. An expectation that fails costs a
+gather and nothing else. It depends only on the calls made so far, so every rank expects the same, and issues the same
+collectives.
+
+From a backward to a forward nothing is expected: the optimizer is about to change what would be gathered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from bmt_zero.state import BlockState
+
+HOPS = 4  # how many expected events that need no gather are passed over in search of one that does
+
+
+class Event(NamedTuple):
+    """A use of block ``number`` begins."""
+
+    number: int
+    is_backward: bool
+
+
+class Prefetch:
+    """Expects the uses of blocks and has their parameters gathered ahead, up to ``budget`` bytes but at least one block."""
+
+    def __init__(self, budget: int | None) -> None:
+        self._budget = budget
+        self._blocks: weakref.WeakValueDictionary[int, BlockState] = weakref.WeakValueDictionary()
+        self._after: dict[tuple[Event | None, Event], Event] = {}
+        self._before: Event | None = None
+        self._now: Event | None = None
+        self._ahead: list[int] = []
+
+    def begins(self, block: BlockState, *, is_backward: bool) -> None:
+        """Note that a use of ``block`` begins, and start the gathers of what is expected next. Collective."""
+        event = Event(block.number, is_backward)
+        self._blocks[block.number] = block
+        if self._now is not None:
+            self._after[self._before, self._now] = event
+            if not is_backward and not self._now.is_backward:
+                block.preceding = self._now.number
+        self._before, self._now = self._now, event
+        self._gather_ahead(block)
+
+    def drop(self) -> None:
+        """Free what was gathered ahead and not used: the pass is over."""
+        self._go_on_with([])
+
+    def _gather_ahead(self, current: BlockState) -> None:
+        ahead: list[int] = []
+        spent = 0
+        for block in self._expected():
+            size = 0 if block is current or block.number in ahead else block.bytes_ahead
+            if spent and size and (self._budget is None or spent + size > self._budget):
+                break
+            if not block.gather_ahead():
+                break
+            spent += size
+            ahead.append(block.number)
+        self._go_on_with(ahead)
+
+    def _go_on_with(self, ahead: list[int]) -> None:
+        before, self._ahead = self._ahead, ahead
+        for number in before:
+            block = self._blocks.get(number)
+            if number not in ahead and block is not None:
+                block.no_longer_wanted()
+
+    def _expected(self) -> Iterator[BlockState]:
+        before, now = self._before, self._now
+        for _ in range(HOPS):
+            assert now is not None
+            following = self._after.get((before, now)) or self._first_guess(now)
+            if following is None or (now.is_backward and not following.is_backward):
+                return
+            block = self._blocks.get(following.number)
+            if block is None:
+                return
+            yield block
+            before, now = now, following
+
+    def _first_guess(self, now: Event) -> Event | None:
+        block = self._blocks.get(now.number)
+        number = None if block is None else block.preceding if now.is_backward else block.following
+        return None if number is None else Event(number, now.is_backward)

@@ -1,0 +1,41 @@
+"""``Case``: one cell of the table, one toolkit at one batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from bench.models import SIZES, Size
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, how, and for how many steps. ``batch`` is sequences per rank.
+
+    ``reduce_dtype`` is what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
+    """
+
+    toolkit: str
+    size: str
+    level: int
+    recompute: bool
+    compile: bool
+    dtype: str
+    reduce_dtype: str | None
+    optimizer: str
+    batch: int
+    warmup: int
+    steps: int
+
+    @property
+    def shape(self) -> Size:
+        """The model's shape."""
+        return SIZES[self.size]
+
+    @property
+    def name(self) -> str:
+        """A name for files, of what differs in one run."""
+        return f"{self.toolkit}-batch{self.batch}"

@@ -1,0 +1,76 @@
+"""FSDP2, as its users set it up: float32 shards, a mixed-precision policy, one group for each unit, fused AdamW."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import bmtrain as bmt
+from bench.case import DTYPES, Case
+from bench.models import Head, TransformerBlock, build_gpt
+from bench.training import WEIGHT_DECAY, Training, learning_rate
+
+_meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
+
+
+class FSDP2(Training):
+    """``torch.distributed.fsdp.fully_shard``; level 3 frees after forward, level 2 does not."""
+
+    name = "fsdp2"
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        mesh = mesh_of(device)
+        policy = mixed_precision(case)
+
+        def shard(unit: nn.Module) -> nn.Module:
+            frees = case.level == 3 and not isinstance(unit, Head)
+            if isinstance(unit, TransformerBlock):
+                if case.recompute:
+                    unit = checkpoint_wrapper(unit)
+                if case.compile:
+                    unit.compile()
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+            return unit
+
+        self.model = build_gpt(
+            case.shape,
+            dtype=torch.float32,
+            rounded_to=DTYPES[case.dtype],
+            device=device,
+            shard=shard,
+            chain=lambda blocks: nn.Sequential(*blocks),
+        )
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=learning_rate(case.shape), weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    @classmethod
+    def version(cls) -> str:
+        """See :meth:`Training.version`."""
+        return str(torch.__version__)
+
+    @classmethod
+    def obstacle(cls, case: Case) -> str | None:
+        """See :meth:`Training.obstacle`."""
+        return None if case.level in (2, 3) else f"not applicable: FSDP2 has no level {case.level}"
+
+
+def mixed_precision(case: Case) -> MixedPrecisionPolicy:
+    """Return the policy of the case: none for float32."""
+    if case.dtype == "fp32":
+        return MixedPrecisionPolicy()
+    reduce_dtype = torch.float32 if case.reduce_dtype == "fp32" else DTYPES[case.dtype]
+    return MixedPrecisionPolicy(param_dtype=DTYPES[case.dtype], reduce_dtype=reduce_dtype)
+
+
+def mesh_of(device: torch.device) -> DeviceMesh:
+    """Return the mesh of all ranks, one for all cases: a new one may make communicators that nothing frees."""
+    group = dist.group.WORLD
+    if group not in _meshes:
+        _meshes[group] = init_device_mesh(device.type, (bmt.world_size(),))
+    return _meshes[group]

@@ -1,0 +1,116 @@
+"""``Options``: what a run is asked to measure, and the cases that follow from it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.case import DTYPES, Case
+from bench.models import SIZES
+from bench.toolkits import TOOLKITS
+
+OURS = "bmt"
+MIN_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """One field per option of the command line; see ``measure --help``."""
+
+    size: str
+    level: int
+    recompute: bool
+    compile: bool
+    batch: tuple[int, ...]
+    dtype: str
+    reduce_dtype: str | None
+    peer_reduce_dtype: str
+    optimizer: str
+    toolkits: tuple[str, ...]
+    interleave: bool
+    warmup: int
+    steps: int
+    device: str | None
+    output: Path
+    trace: Path | None
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> Options:
+        """Return the options in ``arguments``, or end the program with an explanation."""
+        parser = _parser()
+        options = cls(**vars(parser.parse_args(arguments)))
+        if options.steps < MIN_STEPS:
+            parser.error(f"--steps must be at least {MIN_STEPS}, not {options.steps}: the result is a median.")
+        if options.warmup < 1:
+            parser.error(f"--warmup must be at least 1, not {options.warmup}: the first step allocates and records.")
+        if unknown := [name for name in options.toolkits if name not in TOOLKITS]:
+            parser.error(f"no toolkit is named {', '.join(unknown)}; there are {', '.join(TOOLKITS)}")
+        return options
+
+    def cases(self) -> list[Case]:
+        """Return the cases in the order in which they run: toolkit by toolkit, or batch by batch to interleave."""
+        if self.interleave:
+            return [self._case(toolkit, batch) for batch in self.batch for toolkit in self.toolkits]
+        return [self._case(toolkit, batch) for toolkit in self.toolkits for batch in self.batch]
+
+    def _case(self, toolkit: str, batch: int) -> Case:
+        is_ours = toolkit == OURS
+        return Case(
+            toolkit=toolkit,
+            size=self.size,
+            level=self.level,
+            recompute=self.recompute,
+            compile=self.compile,
+            dtype=self.dtype,
+            reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
+            optimizer=self.optimizer if is_ours else "torch AdamW, fused",
+            batch=batch,
+            warmup=self.warmup,
+            steps=self.steps,
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc_per_node=N tools/bench measure",
+        description="Train the same plain torch GPT under several toolkits and compare speed, memory and losses.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="tiny", help="the model")
+    add(
+        "--level",
+        type=int,
+        choices=range(4),
+        default=3,
+        help="ZeRO level; FSDP2 has 2 and 3, DeepSpeed is measured at 3",
+    )
+    add("--recompute", action=argparse.BooleanOptionalAction, default=True, help="recompute every block in backward")
+    add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile each block")
+    add("--batch", type=_integers, default=(1,), metavar="N[,N...]", help="sequences per rank")
+    add("--dtype", choices=DTYPES, default="bf16", help="of computation; peers keep float32 parameters")
+    add("--reduce-dtype", choices=("param", "fp32", "fp32-sum"), help="of bmt's gradients; None: as the engine does")
+    add("--peer-reduce-dtype", choices=("param", "fp32"), default="param", help="of the peers' gradients")
+    add("--optimizer", default="adam", metavar="NAME", help="of bmt, by name; peers use torch's fused AdamW")
+    add("--toolkits", type=_names, default=(OURS, "fsdp2"), metavar="NAME[,NAME...]", help=f"of {', '.join(TOOLKITS)}")
+    add("--interleave", action="store_true", help="toolkits take turns at each batch, instead of one after the other")
+    add("--warmup", type=int, default=3, metavar="N", help="steps before those that count")
+    add("--steps", type=int, default=8, metavar="N", help="steps that count; the result is their median")
+    add("--device", choices=("cpu", "cuda"), help="None: cuda where there is one")
+    add("--output", type=Path, default=Path("runs/bench.jsonl"), metavar="FILE", help="records are added to it")
+    add("--trace", type=Path, metavar="DIR", help="also profile two steps of each case on rank 0 into DIR")
+    return parser
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(","))
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers such as 1,4,8")
+    return values
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))

@@ -1,0 +1,66 @@
+"""bmt: blocks in a ``TransformerBlockList``, embeddings and head as blocks of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import bmtrain as bmt
+from bench.case import DTYPES, Case
+from bench.models import Head, TransformerBlock, build_gpt
+from bench.training import WEIGHT_DECAY, Training, learning_rate
+
+
+class Bmt(Training):
+    """Parameters in the dtype of computation; the optimizer keeps float32 masters."""
+
+    name = "bmt"
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        def shard(unit: nn.Module) -> nn.Module:
+            is_block = isinstance(unit, TransformerBlock)
+            # What backward needs first is not worth freeing: all toolkits keep the head.
+            level = min(case.level, 2) if isinstance(unit, Head) else case.level
+            return bmt.Block(
+                unit,
+                use_checkpoint=case.recompute and is_block,
+                zero_level=level,
+                initialized=True,
+                **engine_settings(case, is_block=is_block),
+            )
+
+        dtype = DTYPES[case.dtype]
+        self.model = build_gpt(
+            case.shape, dtype=dtype, rounded_to=dtype, device=device, shard=shard, chain=bmt.TransformerBlockList
+        )
+        self.optimizer = bmt.optim.create(
+            case.optimizer, self.model.parameters(), lr=learning_rate(case.shape), **optimizer_settings(case.optimizer)
+        )
+
+    @classmethod
+    def version(cls) -> str:
+        """See :meth:`Training.version`."""
+        return bmt.__version__
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See :meth:`Training.backward`. bmt sums over ranks where the peers average."""
+        super().backward(loss / bmt.world_size())
+
+
+def engine_settings(case: Case, *, is_block: bool) -> dict[str, Any]:
+    """Return the arguments of ``bmt.Block`` that the case asks for; what it does not ask for is left to the engine."""
+    settings: dict[str, Any] = {}
+    if case.compile and is_block:
+        settings["compile"] = True
+    if case.reduce_dtype is not None:
+        settings["reduce_dtype"] = case.reduce_dtype
+    return settings
+
+
+def optimizer_settings(name: str) -> dict[str, Any]:
+    """Return the options that make the optimizer do the work of AdamW."""
+    # Only Adam has both kinds of decay.
+    decoupled = {"decoupled_weight_decay": True} if name == "adam" else {}
+    return {"weight_decay": WEIGHT_DECAY, **decoupled}

@@ -1,0 +1,134 @@
+"""``table``: records as markdown, with the ratio of bmt to each peer beside its figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Figures = Sequence[Record]
+OURS = "bmt"
+OK, SKIPPED = "ok", "skipped"
+_HEADER = (
+    "batch",
+    "toolkit",
+    "step, s",
+    "tokens/s per rank",
+    "bmt to this",
+    "peak GiB (reserved)",
+    "bmt to this",
+    "loss, first → last measured",
+    "differs from bmt by",
+)
+# What the cases of one table have in common.
+_COMMON = ("run", "size", "level", "recompute", "compile", "dtype", "ranks")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables of the records in a file."""
+    parser = argparse.ArgumentParser(prog="bench table", description="Print the tables of the records in FILE.")
+    parser.add_argument("file", type=Path, metavar="FILE", help="what `measure --output` wrote")
+    path: Path = parser.parse_args(arguments).file
+    print(format_tables([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]))
+    return 0
+
+
+def format_tables(records: Figures) -> str:
+    """Return one table for each run and setting, with a line above that says what was measured."""
+
+    def common(record: Record) -> tuple[Any, ...]:
+        return tuple(record[name] for name in _COMMON)
+
+    return "\n\n".join(_format_table(list(rows)) for _, rows in groupby(sorted(records, key=common), common))
+
+
+def loss_difference(record: Record, other: Record) -> float:
+    """Return the largest relative difference between the losses of two cases, over all steps, warm-up included.
+
+    >>> loss_difference({"losses": [4.0, 2.0]}, {"losses": [4.0, 2.5]})
+    0.25
+    """
+    pairs: Iterator[tuple[float, float]] = zip(record["losses"], other["losses"], strict=True)
+    return max(abs(loss - expected) / abs(loss) for loss, expected in pairs)
+
+
+def _format_table(records: Figures) -> str:
+    rows = [_HEADER, tuple("---" for _ in _HEADER)]
+    rows += [_row(record, ours) for record, ours in _beside_ours(records)]
+    return "\n".join([_title(records), "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _beside_ours(records: Figures) -> list[tuple[Record, Record | None]]:
+    """Return the records by batch, each with ours at that batch: with the n-th of ours if it is its toolkit's n-th."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    turns = []
+    for record in records:
+        kind = (record["batch"], record["toolkit"])
+        turns.append(counts[kind])
+        counts[kind] += 1
+    ours = {
+        (record["batch"], turn): record
+        for record, turn in zip(records, turns, strict=True)
+        if record["toolkit"] == OURS and record["status"] == OK
+    }
+    pairs = [(record, ours.get((record["batch"], turn))) for record, turn in zip(records, turns, strict=True)]
+    # Stable: inside a batch, the order in which the cases ran.
+    return sorted(pairs, key=lambda pair: int(pair[0]["batch"]))
+
+
+def _title(records: Figures) -> str:
+    first = records[0]
+    toolkits = {record["toolkit"]: record for record in records if record["status"] != SKIPPED}
+    settings = [
+        f"{name} {record['toolkit_version']} ({record['optimizer']}, reduces in {record['reduce_dtype'] or 'its default'})"
+        for name, record in toolkits.items()
+    ]
+    software = [f"torch {first['torch']}"]
+    software += [f"{name} {first[name.lower()]}" for name in ("CUDA", "NCCL") if first[name.lower()]]
+    return (
+        f"**{first['size']}**: {first['parameters'] / 1e6:,.1f} M parameters, sequence {first['shape']['sequence']},"
+        f" level {first['level']}, {'recompute' if first['recompute'] else 'no recompute'},"
+        f" {'compiled' if first['compile'] else 'eager'}, {first['dtype']}. {first['ranks']} × {first['device']},"
+        f" {', '.join(software)}, {first['date']}. {'; '.join(settings)}."
+        f" Median of {first['steps']} steps after {first['warmup']}."
+    )
+
+
+def _row(record: Record, ours: Record | None) -> tuple[str, ...]:
+    start = (str(record["batch"]), record["toolkit"])
+    if record["status"] != OK:
+        return *start, _cell(_outcome(record)), *[""] * 6
+    speed, memory, difference = "", "", ""
+    if ours is not None and ours is not record:
+        speed = f"{ours['tokens_per_second'] / record['tokens_per_second']:.3f}"
+        difference = f"{loss_difference(ours, record):.1e}"
+        if record["peak_allocated"] is not None:
+            memory = f"{ours['peak_allocated'] / record['peak_allocated']:.3f}"
+    peak = "–"
+    if record["peak_allocated"] is not None:
+        peak = f"{record['peak_allocated']:.1f} ({record['peak_reserved']:.1f})"
+    measured = record["losses"][-record["steps"] :]
+    return (
+        *start,
+        f"{record['step_seconds']:.4f}",
+        f"{record['tokens_per_second']:.0f}",
+        speed,
+        peak,
+        memory,
+        f"{measured[0]:.4f} → {measured[-1]:.4f}",
+        difference,
+    )
+
+
+def _outcome(record: Record) -> str:
+    """Return why there are no figures; the reason of an exception stands in the record."""
+    return str(record["reason"] if record["status"] == SKIPPED else record["status"])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

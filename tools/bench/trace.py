@@ -1,0 +1,31 @@
+"""A chrome trace of two steps, as torch's profiler writes it; ``timeline.py`` reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import bmtrain as bmt
+from bench.timeline import STEP_RANGE
+from bench.training import Training
+
+STEPS = 2
+
+
+def write_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], path: Path) -> None:
+    """Run two more steps, and on rank 0 write what happened in them. Collective."""
+    if bmt.rank() != 0:
+        for _ in range(STEPS):
+            training.step(*batch)
+        return
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with profile(activities=activities) as profiler:
+        for number in range(STEPS):
+            with record_function(f"{STEP_RANGE}{number}"):
+                training.step(*batch)
+    profiler.export_chrome_trace(str(path))
