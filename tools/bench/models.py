@@ -37,7 +37,7 @@ class Size:
         """Number of elements of all parameters.
 
         >>> SIZES["tiny"].num_parameters()
-        150656
+        164928
         """
         return sum(p.numel() for unit in self.units(torch.float32) for p in unit.parameters())
 

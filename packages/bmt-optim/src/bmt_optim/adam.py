@@ -10,6 +10,7 @@ import torch
 
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
+from bmt_core.parameter import DistributedParameter, Owner
 from bmt_optim.run import kernels_on
 
 MASTER = "_param_fp32"
@@ -93,6 +94,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for key, batch in self._batches(group).items():
                 _launch(key, batch, group, divisor, skip)
+                if key.owner is not None:
+                    key.owner.data_changed()  # a gather of this owner's waits for its own update only
                 states += batch.states
         if skip is not None:
             self._unsure = _Unsure(HostFlag(skip), states)
@@ -151,7 +154,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 state.update(_new_state(p))
             state["step"] += 1
             is_half = MASTER in state
-            key = _Key(p.device, int(state["step"]), is_half if decoupled is None else decoupled)
+            key = _Key(p.device, int(state["step"]), is_half if decoupled is None else decoupled, _owner_of(p))
             batches.setdefault(key, _Batch()).add(p, state)
         return batches
 
@@ -161,6 +164,7 @@ class _Key:
     device: torch.device
     step: int
     decoupled: bool
+    owner: Owner | None
 
 
 @dataclass
@@ -210,6 +214,10 @@ def _launch(
         scale=divisor,
         skip=skip,
     )
+
+
+def _owner_of(p: torch.Tensor) -> Owner | None:
+    return p._owner() if isinstance(p, DistributedParameter) and p._owner is not None else None
 
 
 def _new_state(p: torch.nn.Parameter) -> dict[str, Any]:

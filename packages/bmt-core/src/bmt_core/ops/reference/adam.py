@@ -43,14 +43,16 @@ def adam_step(
     All lists have one entry per parameter and live on one device; the tensors of an entry have one shape. Where ``masters[i]``
     is a tensor, it is p, and ``params[i]`` becomes p rounded to nearest; where it is None, ``params[i]`` is p. Moments, p and the
     arithmetic are of one dtype (float32 for parameters of half types); gradients may be of another.
-    With ``scale`` 1 and without ``clip`` the result is that of ``torch.optim.Adam`` (or ``AdamW``) in every bit.
+    On the CPU, with ``scale`` 1 and without ``clip``, the result is that of ``torch.optim.Adam`` (or ``AdamW``) in every bit; on
+    CUDA torch's own fused kernel does the work, which is that of ``torch.optim.Adam(fused=True)``.
 
     ``hold``: moments move, parameters do not. ``scale`` (a number or one float32 element), ``clip`` (one float32 element) and
     ``skip`` (one element) are read on the device. Where ``skip`` is not 0 nothing changes, whatever the gradients hold.
     """
     settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, hold, scale, clip, skip)
     for rows in _batches(params, grads, exp_avgs, exp_avg_sqs, masters):
-        _update(rows, settings)
+        update = _update_fused if rows[0].param.is_cuda else _update
+        update(rows, settings)
     if not hold:
         # Whether a parameter was written is seen by its version, and must be seen on ranks that hold no element of it too.
         for empty in (param for param in params if not param.numel()):
@@ -85,7 +87,7 @@ class _Row:
 
 def _update(rows: Sequence[_Row], s: _Settings) -> None:
     means, squares = [row.exp_avg for row in rows], [row.exp_avg_sq for row in rows]
-    weights = [row.param if row.master is None else row.master for row in rows]
+    weights = [_weight(row) for row in rows]
     grads = _gradients(rows, s)
     if s.weight_decay != 0 and not s.decoupled:
         grads = list(torch._foreach_add(grads, weights, alpha=s.weight_decay))
@@ -117,6 +119,33 @@ def _update(rows: Sequence[_Row], s: _Settings) -> None:
     torch._foreach_addcdiv_(weights, means, denominators, [-(s.lr / (1 - s.beta1**s.step))] * len(weights))
     if rows[0].master is not None:
         torch._foreach_copy_([row.param for row in rows], weights)
+
+
+def _update_fused(rows: Sequence[_Row], s: _Settings) -> None:
+    fused = torch._fused_adamw_ if s.decoupled else torch._fused_adam_
+    step = torch.full((), float(s.step), device=rows[0].param.device)
+    fused(
+        [_weight(row) for row in rows],
+        _gradients(rows, s),
+        [row.exp_avg for row in rows],
+        [row.exp_avg_sq for row in rows],
+        [],
+        [step] * len(rows),
+        lr=0.0 if s.hold else s.lr,
+        beta1=s.beta1,
+        beta2=s.beta2,
+        weight_decay=s.weight_decay,
+        eps=s.eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=None if s.skip is None else s.skip.reshape(()).ne(0).float(),
+    )
+    if rows[0].master is not None and not s.hold:
+        torch._foreach_copy_([row.param for row in rows], [_weight(row) for row in rows])
+
+
+def _weight(row: _Row) -> torch.Tensor:
+    return row.param if row.master is None else row.master
 
 
 def _gradients(rows: Sequence[_Row], s: _Settings) -> list[torch.Tensor]:
