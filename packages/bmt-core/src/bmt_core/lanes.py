@@ -57,8 +57,7 @@ class Lane:
 
         They start after what the lane was given before; after the computation only if :meth:`after` said so.
         """
-        work = start()
-        return work if then is None else _Deferred(work, then)
+        return _Once(start(), then)
 
 
 class CudaLane(Lane):
@@ -92,17 +91,22 @@ class CudaLane(Lane):
         return mark
 
 
-class _Deferred:
-    """On the CPU: what follows a collective is done by whoever waits for it first."""
+class _Once:
+    """On the CPU: whoever waits first waits for the collective, and does what follows it.
 
-    def __init__(self, work: Work, then: Callable[[], None]) -> None:
-        self._work = work
-        self._then: Callable[[], None] | None = then
+    Once, because waiting again for a collective of gloo's writes its result again, over what was added since.
+    """
+
+    def __init__(self, work: Work, then: Callable[[], None] | None) -> None:
+        self._work: Work | None = work
+        self._then = then
 
     def wait(self) -> None:
+        work, self._work = self._work, None
         then, self._then = self._then, None
+        if work is not None:
+            work.wait()
         if then is not None:
-            self._work.wait()
             then()
 
 

@@ -34,8 +34,14 @@ class Owner(Protocol):
     def data_changed(self) -> None:
         """An optimizer stepped a part."""
 
+    def data_ready(self) -> None:
+        """Let the computation wait for updates that an optimizer runs beside it."""
+
     def data_replaced(self) -> None:
         """A part was given other memory: take it over before the next use."""
+
+    def keep(self, objects: object) -> None:
+        """Keep what the update just told of reads until the computation has waited for it."""
 
     def complete_gradients(self) -> None:
         """Reduce gradients that were kept back. Collective."""
@@ -106,6 +112,7 @@ class DistributedParameter(torch.nn.Parameter):
         """
         if self._sum is not None:
             self._sum.forget_if_cleared()
+        self._wait_for_updates()
         gathered: torch.Tensor = _Gather.apply(self, self)  # type: ignore[no-untyped-call]
         return gathered
 
@@ -126,6 +133,7 @@ class DistributedParameter(torch.nn.Parameter):
 
         Where one rank holds everything (one rank, ZeRO level 0) it is a view of ``part``.
         """
+        self._wait_for_updates()
         return self._shard.assemble(part)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -137,6 +145,7 @@ class DistributedParameter(torch.nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         """The local part; writes through it are seen: see [Note: aliasing]."""
+        self._wait_for_updates()
         return self.detach()
 
     @data.setter
@@ -159,6 +168,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
+            self._wait_for_updates()
             copied = torch.Tensor._make_subclass(type(self), self.detach().clone(), self.requires_grad)
             copied._set_place(self._shard, self._init_method, self._tp_mode, self._tp_split_dim)
             copied._set_history(self._history())
@@ -169,6 +179,7 @@ class DistributedParameter(torch.nn.Parameter):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._wait_for_updates()
         place = (self._shard.shape, self._shard.ranges, self.group.ranks, self._shard.replicated)
         tp = (self._tp_mode, self._tp_split_dim)
         return _rebuild, (self.detach().clone(), self.requires_grad, place, self._init_method, *tp, self._history())
@@ -210,6 +221,11 @@ class DistributedParameter(torch.nn.Parameter):
         self._owner = None
         self._sum: GradientSum | None = None
         self._set_history((False, False, None))
+
+    def _wait_for_updates(self) -> None:
+        owner = self._owner() if self._owner is not None else None
+        if owner is not None:
+            owner.data_ready()
 
     def _history(self) -> tuple[bool, bool, int | None]:
         return self._initialized, self._shared, self._flat_index

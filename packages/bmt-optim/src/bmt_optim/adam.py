@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import torch
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
 from bmt_core.parameter import DistributedParameter, Owner
+from bmt_optim.beside import Beside
 from bmt_optim.run import kernels_on
 
 MASTER = "_param_fp32"
@@ -31,6 +33,10 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     For float32 parameters the default is ``torch.optim.Adam`` in every bit. For the first ``hold_steps`` steps of a parameter the
     moments move and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
+
+    ``overlap_forward`` (CUDA): parameters of Blocks are updated on a stream of their own while the next forward pass begins; each
+    Block waits for its own update. Checkpoints, state dicts, ``data`` and ``gather()`` wait too; code that reads such a
+    parameter in another way before the next forward pass must call :meth:`wait` first.
 
     ``step`` understands the attributes ``found_inf`` and ``grad_scale`` with which ``torch.amp.GradScaler`` skips and unscales
     on the device; ``OptimManager`` uses the first.
@@ -58,6 +64,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         hold_steps: int = 0,
         *,
         decoupled_weight_decay: bool | None = None,
+        overlap_forward: bool = False,
     ) -> None:
         for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("hold_steps", hold_steps)):
             if not value >= 0:
@@ -71,8 +78,10 @@ class AdamOptimizer(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "hold_steps": hold_steps,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "overlap_forward": overlap_forward,
         }
         self._unsure = _Unsure()
+        self._beside = Beside()
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -91,15 +100,44 @@ class AdamOptimizer(torch.optim.Optimizer):
         if given_scale is not None:
             divisor = given_scale * scale
         states = []
+        self.wait()
         for group in self.param_groups:
-            for key, batch in self._batches(group).items():
-                _launch(key, batch, group, divisor, skip)
-                if key.owner is not None:
-                    key.owner.data_changed()  # a gather of this owner's waits for its own update only
+            batches = self._batches(group)
+            for device in {key.device for key in batches}:
+                self._beside.begin(device)
+            for key, batch in batches.items():
+                self._update(key, batch, group, divisor, skip)
                 states += batch.states
         if skip is not None:
             self._unsure = _Unsure(HostFlag(skip), states)
         return loss
+
+    def wait(self) -> None:
+        """Let the computation wait for updates that run beside it (``overlap_forward``), before parameters are read by hand."""
+        self._beside.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; called right after :meth:`step`, their memory is free for the next forward pass."""
+        if not set_to_none:
+            self.wait()
+        super().zero_grad(set_to_none)
+
+    def _update(
+        self,
+        key: _Key,
+        batch: _Batch,
+        group: dict[str, Any],
+        divisor: float | torch.Tensor,
+        skip: torch.Tensor | None,
+    ) -> None:
+        if key.owner is None:
+            _launch(key, batch, group, divisor, skip)
+            return
+        with self._beside.running(key.device) if group["overlap_forward"] else nullcontext():
+            _launch(key, batch, group, divisor, skip)
+            key.owner.data_changed()  # a gather of this owner's waits for its own update only
+        if group["overlap_forward"]:
+            key.owner.keep((batch.grads, divisor, skip))
 
     def settle(self) -> None:
         """Wait for the device to have decided whether it skipped the last step, and count ``"step"`` accordingly."""
@@ -108,6 +146,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does; masters are part of it."""
         self.settle()
+        self.wait()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,6 +167,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                         " It was saved at another world size. Save with gather_opt=True to load at any."
                     )
         self._unsure = _Unsure()
+        self.wait()
         super().load_state_dict(state_dict)
         # torch casts floating-point state to the parameter's dtype, which would round moments and masters of half parameters.
         for p, index in zip(places, indices, strict=True):
@@ -137,6 +177,9 @@ class AdamOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._unsure = _Unsure()
+        self._beside = Beside()
+        for group in self.param_groups:
+            group.setdefault("overlap_forward", False)
 
     def _batches(self, group: dict[str, Any]) -> dict[_Key, _Batch]:
         """Advance the parameters of ``group`` that have gradients by one step, and sort them by what a launch has in common."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -29,6 +31,7 @@ class Block(nn.Module):
     optimizer state and gathers once after each optimizer step; 2 gathers in forward and keeps until backward ends; 3
     frees after forward and gathers again in backward. ``initialized``: the values are final, :func:`init_parameters`
     leaves them. ``reduce_dtype``: how gradients are summed over ranks, see :func:`init_distributed`.
+    ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share what was compiled.
     ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks only.
 
     Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
@@ -55,6 +58,7 @@ class Block(nn.Module):
         mode: Mode = "BLOCK",
         *,
         reduce_dtype: ReduceDtype | None = None,
+        compile: bool = False,
     ) -> None:
         level = check_zero_level(current().settings.zero_level if zero_level is None else zero_level)
         if mode not in ("BLOCK", "PIPE"):
@@ -64,6 +68,7 @@ class Block(nn.Module):
             level=level,
             local_axes=("pp",) if mode == "PIPE" else (),
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
+            compile=compile,
         )
         self._bmt_block.refresh(self)
         for parameter in self._bmt_block.parameters():
@@ -80,6 +85,8 @@ class Block(nn.Module):
         """Run the inner module on whole parameters; takes every argument that it takes."""
         if not self._bmt_block.running:
             return self(*args, **kwargs)
+        if self._bmt_block.compile:
+            return compiled_forward(type(self).__dict__["_bmt_extends"][1])(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     @property
@@ -143,3 +150,10 @@ class Block(nn.Module):
 
 
 CheckpointBlock = Block
+
+
+@functools.cache
+def compiled_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return the compiled ``forward`` of modules of class ``kind``."""
+    compiled: Callable[..., Any] = torch.compile(kind.forward)
+    return compiled

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -41,8 +41,10 @@ class FlatShard:
         group: Group,
         device: torch.device,
         reduce_dtype: ReduceDtype = "fp32-sum",
+        name: str = "block",
     ) -> None:
         self.group = group
+        self.name = name
         self.level = level
         self.dtype = parameters[0].dtype
         self.device = device
@@ -76,6 +78,7 @@ class FlatShard:
         self._is_current = False
         self._arrival: Mark | None = None
         self._written: Mark | None = self.lanes.gather.here()
+        self._kept: object = None
         self._versions = self._told = self._current_versions()
         self._stepped = False
         self._unreduced: torch.Tensor | None = None
@@ -105,6 +108,15 @@ class FlatShard:
             self._stepped, self._told = True, versions
             self._written = self.lanes.gather.here()
 
+    def data_ready(self) -> None:
+        """Let the computation wait for the optimizer's update (:class:`bmt_core.parameter.Owner`)."""
+        if self._written is not None:
+            self._written.wait()
+
+    def keep(self, objects: object) -> None:
+        """Keep what the optimizer's update reads until the computation has waited (:class:`bmt_core.parameter.Owner`)."""
+        self._kept = objects
+
     def data_replaced(self) -> None:
         """A parameter was given other memory: it must be laid out again before the next use (:class:`bmt_core.parameter.Owner`)."""
         self.stale = True
@@ -133,7 +145,8 @@ class FlatShard:
                 self.full.untyped_storage().resize_(self.full_bytes)
             gathered_memory.change(self.full_bytes)
             self._resident = True
-        self._arrival = lane.run(lambda: self.group.all_gather(self._writer, self.shard))
+        with named(f"gather {self.name}"):
+            self._arrival = lane.run(lambda: self.group.all_gather(self._writer, self.shard))
         self._is_current = True
 
     def hold(self) -> None:
@@ -142,9 +155,13 @@ class FlatShard:
 
     def arrive(self) -> None:
         """Let the computation wait for the full parameters."""
+        if self.is_whole:
+            self.data_ready()
+            self._written = None
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
+        self._kept = None
 
     def release(self) -> None:
         """Undo one :meth:`hold`; the last one frees the buffer at levels 2 and 3."""
@@ -225,7 +242,8 @@ class FlatShard:
         reduced = self._make_reduced(full, stays=self.sum.is_first and self._reduced_dtype(full) == self.dtype)
         then = self.sum.take(reduced, needed)
         lane.after(lane.here())
-        mark = lane.run(lambda: self._start_reduction(reduced, full), then)
+        with named(f"reduce {self.name}"):
+            mark = lane.run(lambda: self._start_reduction(reduced, full), then)
         self.sum.ready_at(mark)
         return mark
 
@@ -312,6 +330,11 @@ class FlatShard:
 
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self.parameters]
+
+
+def named(text: str) -> AbstractContextManager[object]:
+    """Show ``text`` in a trace of torch's profiler as the name of what happens inside."""
+    return torch.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def _full_shape(parameter: torch.nn.Parameter) -> torch.Size:

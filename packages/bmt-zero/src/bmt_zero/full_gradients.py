@@ -66,13 +66,13 @@ class FullGradients:
             elif grad is not None:
                 (added if written else copied).append((view, grad))
         if copied:
-            torch._foreach_copy_([view for view, _ in copied], [_dense(grad) for _, grad in copied])
+            torch._foreach_copy_(
+                [view for view, _ in copied], [grad.to_dense() if grad.is_sparse else grad for _, grad in copied]
+            )
         if added:
-            torch._foreach_add_([view for view, _ in added], [_dense(grad) for _, grad in added])
+            torch._foreach_add_(
+                [view for view, _ in added], [grad.to_dense() if grad.is_sparse else grad for _, grad in added]
+            )
         if empty:
             torch._foreach_zero_(empty)
         return self._buffer
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.is_sparse else grad

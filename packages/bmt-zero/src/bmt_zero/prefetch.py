@@ -40,10 +40,13 @@ class Prefetch:
         self._now: Event | None = None
         self._ahead: list[int] = []
 
+    def know(self, block: BlockState) -> None:
+        """Hear of ``block``, which may be expected from now on."""
+        self._blocks[block.number] = block
+
     def begins(self, block: BlockState, *, is_backward: bool) -> None:
         """Note that a use of ``block`` begins, and start the gathers of what is expected next. Collective."""
         event = Event(block.number, is_backward)
-        self._blocks[block.number] = block
         if self._now is not None:
             self._after[self._before, self._now] = event
             if not is_backward and not self._now.is_backward:

@@ -20,6 +20,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.parameter import DistributedParameter
 from bmt_core.runtime import current
 from bmt_core.scope import gather_once
+from bmt_zero.engine import engine
 from bmt_zero.flat import FlatShard
 from bmt_zero.linear import direct_linears
 from bmt_zero.nested import map_tensors, tensors_in
@@ -51,11 +52,13 @@ class BlockState:
         level: int,
         local_axes: Collection[str] = (),
         reduce_dtype: ReduceDtype = "fp32-sum",
+        compile: bool = False,
     ) -> None:
         self.use_checkpoint = use_checkpoint
         self.level = level
         self.local_axes = tuple(local_axes)
         self.reduce_dtype: ReduceDtype = reduce_dtype
+        self.compile = compile
         self.flats: list[FlatShard] = []
         self.running = False
         self.use: Use | None = None
@@ -74,7 +77,7 @@ class BlockState:
 
     def __reduce__(self) -> Any:
         # A copy lays its own parameters out when it is first used.
-        return _copy_of, (self.use_checkpoint, self.level, self.local_axes, self.reduce_dtype)
+        return _copy_of, (self.use_checkpoint, self.level, self.local_axes, self.reduce_dtype, self.compile)
 
     def __del__(self) -> None:
         for flat in self.flats:
@@ -146,6 +149,7 @@ class BlockState:
 
     def _take_over(self, block: nn.Module) -> None:
         self._epoch = structure_epoch()
+        engine().prefetch.know(self)
         places = list(_places_of(block))
         wanted = list(dict.fromkeys(place.parameter for place in places))
         kept = [flat for flat in self.flats if not flat.stale and any(_is_in(p, wanted) for p in flat.parameters)]
@@ -160,7 +164,7 @@ class BlockState:
         self._own = [(holder, name, where[id(p)]) for holder, name, p in self._places if id(p) in where]
         self._foreign = [place for place in self._places if id(place.parameter) not in where]
         lies = {id(p): (number, i) for number, flat in enumerate(self.flats) for i, p in enumerate(flat.parameters)}
-        self._direct = direct_linears(self, block, lies)
+        self._direct = [] if self.compile else direct_linears(self, block, lies)
         device = current().device
         self._buffers = [module._buffers for module in block.modules() if module._buffers]
         for home in self._buffers:
@@ -276,7 +280,14 @@ class BlockState:
             kinds.setdefault(key, (group, []))[1].append(parameter)
         device = current().device
         made = [
-            FlatShard(members, level=self.level, group=group, device=device, reduce_dtype=self.reduce_dtype)
+            FlatShard(
+                members,
+                level=self.level,
+                group=group,
+                device=device,
+                reduce_dtype=self.reduce_dtype,
+                name=f"blocks.{self.number}",
+            )
             for group, members in kinds.values()
         ]
         used = [p._flat_index for flat in self.flats for p in flat.parameters if p._flat_index is not None]
@@ -301,8 +312,12 @@ class BlockState:
         return topology.shard_group({*self.local_axes, *parameter.local_axes})
 
 
-def _copy_of(use_checkpoint: bool, level: int, local_axes: tuple[str, ...], reduce_dtype: ReduceDtype) -> BlockState:
-    return BlockState(use_checkpoint=use_checkpoint, level=level, local_axes=local_axes, reduce_dtype=reduce_dtype)
+def _copy_of(
+    use_checkpoint: bool, level: int, local_axes: tuple[str, ...], reduce_dtype: ReduceDtype, compile: bool
+) -> BlockState:
+    return BlockState(
+        use_checkpoint=use_checkpoint, level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, compile=compile
+    )
 
 
 def _places_of(block: nn.Module) -> Iterator[Any]:

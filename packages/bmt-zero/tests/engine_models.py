@@ -1,0 +1,171 @@
+"""What the tests of the engine's order and speed run on every rank."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmt_core import lanes
+from bmt_core.comm import Work
+from bmt_core.runtime import current
+from bmt_zero import Block, TransformerBlockList, use
+
+
+class Mark:
+    """A point in virtual time."""
+
+    def __init__(self, clock: Clock, time: float) -> None:
+        self.clock, self.time = clock, time
+
+    def wait(self) -> None:
+        self.clock.now = max(self.clock.now, self.time)
+
+
+class Clock:
+    """The computation's virtual time."""
+
+    now = 0.0
+
+
+class VirtualLane(lanes.Lane):
+    """A lane whose collectives take ``cost`` each, in virtual time."""
+
+    def __init__(self, name: str, clock: Clock, cost: float) -> None:
+        super().__init__(name, current().topology)
+        self.clock, self.cost, self.free_at = clock, cost, 0.0
+
+    def here(self) -> lanes.Mark:
+        return Mark(self.clock, self.clock.now)
+
+    def after(self, mark: lanes.Mark) -> None:
+        assert isinstance(mark, Mark)
+        self.free_at = max(self.free_at, mark.time)
+
+    def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
+        start().wait()
+        if then is not None:
+            then()
+        self.free_at += self.cost
+        return Mark(self.clock, self.free_at)
+
+
+class Tick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, clock: Clock, forward: float, backward: float) -> Any:
+        clock.now += forward
+        ctx.clock, ctx.cost = clock, backward
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.clock.now += ctx.cost
+        return grads[0], torch.zeros(4), None, None, None
+
+
+class Ticking(nn.Module):
+    def __init__(self, clock: Clock, forward: float, backward: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.clock, self.costs = clock, (forward, backward)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Tick.apply(x, self.weight, self.clock, *self.costs)  # type: ignore[no-untyped-call]
+        return y
+
+
+def virtual_step(
+    blocks: int, forward: float, backward: float, gather: float, reduce: float, in_list: bool
+) -> list[tuple[float, float]]:
+    """The virtual lengths of forward and backward in each of three steps."""
+    clock = Clock()
+    current().lanes.gather = VirtualLane("gather", clock, gather)
+    current().lanes.reduce = VirtualLane("reduce", clock, reduce)
+    modules = [Block(Ticking(clock, forward, backward), False, 3) for _ in range(blocks)]
+    call: Any = TransformerBlockList(modules) if in_list else nn.Sequential(*modules)
+    lengths = []
+    for _ in range(3):
+        began = clock.now
+        loss = call(torch.ones(4)).sum()
+        between = clock.now
+        loss.backward()
+        lengths.append((between - began, clock.now - between))
+        with torch.no_grad():
+            torch._foreach_mul_(list(call.parameters()), 1.0)
+    return lengths
+
+
+class Many(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.full((3,), 1.0 + i / count) for i in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.stack(list(self.weights._parameters.values())).mean(0)  # type: ignore[arg-type]
+
+
+def python_calls(count: int, level: int) -> int:
+    """How many Python functions one step of a block with ``count`` parameters calls."""
+    block = Block(Many(count), True, level)
+    calls: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        # torch itself looks at each argument of an autograd function.
+        if event == "call" and "functorch" not in frame.f_code.co_filename:
+            calls[frame.f_code.co_filename + frame.f_code.co_name] += 1
+
+    for step in range(4):
+        if step == 3:
+            sys.setprofile(note)
+        try:
+            block(torch.ones(3)).sum().backward()
+        finally:
+            sys.setprofile(None)
+        block.zero_grad()
+    return calls.total()
+
+
+@contextmanager
+def delayed(cycles: int) -> Iterator[None]:
+    """Delay every collective, before and after, and the computation before every use of gathered parameters."""
+    run, acquire = lanes.CudaLane.run, use.Use._acquire
+
+    def slow_run(self: Any, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(cycles)
+        mark = run(self, start, then)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(cycles)
+            return self.stream.record_event() if cycles % 2 else mark
+
+    def slow_acquire(self: Any, **kwargs: Any) -> None:
+        acquire(self, **kwargs)
+        torch.cuda._sleep(cycles)
+
+    lanes.CudaLane.run, use.Use._acquire = slow_run, slow_acquire  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        lanes.CudaLane.run, use.Use._acquire = run, acquire  # type: ignore[method-assign]
+
+
+def trained_with_delays(levels: list[int], use_checkpoint: bool, cycles: int) -> list[torch.Tensor]:
+    """Parameters after four steps of two micro-batches each."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16() for _ in levels]
+    blocks = TransformerBlockList([Block(m, use_checkpoint, level) for m, level in zip(modules, levels, strict=True)])
+    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
+    torch.manual_seed(current().rank)
+    data = torch.randn(8, 16, 64, device=current().device).bfloat16()
+    with delayed(cycles):
+        for step in range(4):
+            for micro in range(2):
+                blocks(data[2 * step + micro]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [value.float().cpu() for value in blocks.state_dict().values()]

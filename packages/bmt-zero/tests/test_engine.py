@@ -1,0 +1,207 @@
+"""The order in which the engine issues its work, what it copies, and how much Python it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_models import python_calls, trained_with_delays, virtual_step
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from zero_models import compiled, full_gradient
+
+from bmt_core.testing import run_ranks
+from bmt_zero import Block, BMTrainModelWrapper
+
+BLOCKS = 6
+
+
+@pytest.mark.parametrize("in_list", [True, False])
+def test_communication_hides_behind_computation(in_list: bool) -> None:
+    # Only the first gather and the last reduction are seen.
+    for steps in run_ranks(virtual_step, 2, BLOCKS, 3.0, 6.0, 2.0, 2.5, in_list):
+        assert steps[-1] == (2.0 + BLOCKS * 3.0, BLOCKS * 6.0 + 2.5)
+
+
+@pytest.mark.parametrize("in_list", [True, False])
+def test_computation_hides_behind_communication(in_list: bool) -> None:
+    for steps in run_ranks(virtual_step, 2, BLOCKS, 1.0, 2.0, 4.0, 3.0, in_list):
+        forward, backward = steps[-1]
+        assert forward == BLOCKS * 4.0 + 1.0
+        # The last two are there already; the first gather begins while the second last block computes.
+        assert backward <= (BLOCKS - 2) * 4.0 + 3 * 2.0 + 3.0
+
+
+def test_a_list_is_ahead_in_its_first_step_already() -> None:
+    for steps in run_ranks(virtual_step, 2, BLOCKS, 3.0, 6.0, 2.0, 2.5, True):
+        assert steps[0][0] == steps[-1][0] == 2.0 + BLOCKS * 3.0
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_python_calls_do_not_grow_with_the_number_of_parameters(level: int) -> None:
+    (few, _), (many, _) = run_ranks(python_calls, 2, 4, level), run_ranks(python_calls, 2, 400, level)
+    assert many == few
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that copies, casts and concatenations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("copy_", "_to_copy", "cat", "clone", "_foreach_copy_", "_foreach_add_"):
+            written = args[0] if name.startswith("_foreach") else [result]
+            self.elements += [tensor.numel() for tensor in written]
+        return result
+
+
+def copied(bias_too: bool) -> tuple[int, int]:
+    block = Block(nn.Sequential(nn.Linear(64, 64, bias=bias_too), nn.Tanh(), nn.Linear(64, 64, bias=bias_too)))
+    for _ in range(3):
+        with Copies() as copies:
+            block(torch.ones(2, 64)).sum().backward()
+        block.zero_grad()
+    return max(copies.elements, default=0), sum(copies.elements)
+
+
+@pytest.mark.parametrize("bias_too", [True, False])
+def test_linear_layers_need_no_copy_of_weights_or_gradients(bias_too: bool) -> None:
+    # On four ranks a shard, which gloo copies, is smaller than a weight.
+    for largest, _ in run_ranks(copied, 4, bias_too):
+        assert largest < 64 * 64
+
+
+class Odd(nn.Module):
+    """Linear layers in the uses that are not the ordinary one."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=case != "without bias")
+        if case == "tied":
+            self.second.weight = self.first.weight
+        if case == "frozen":
+            self.first.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.case == "hooked":
+            self.first.weight.register_hook(lambda grad: grad * 2)
+        h = nn.functional.relu_(self.first(x))
+        if self.case == "twice":
+            h = self.first(h)
+        if self.case == "vector":
+            h = h + self.first(h[0, 0])
+        h = self.second(h)
+        if self.case == "hooked late":
+            self.second.weight.register_hook(lambda grad: grad * 2)
+        if self.case == "penalty":
+            h = h + (self.first.weight**2).sum() + self.first.bias.sum()
+        return h
+
+
+CASES = ["twice", "tied", "frozen", "hooked", "hooked late", "penalty", "vector", "without bias"]
+
+
+def odd(case: str, level: int | None, use_checkpoint: bool, dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module: nn.Module = Odd(case).to(dtype)
+    if level is not None:
+        Block(module, use_checkpoint, level)
+    for step in range(1 if case.startswith("hooked") else 2):  # gradients accumulate; a parameter keeps its hook
+        x = torch.linspace(-1, 2, 36, dtype=dtype).view(2, 3, 6).add_(step).requires_grad_()
+        module(x).square().mean().backward()
+    grads = {name: full_gradient(p) for name, p in module.named_parameters()}
+    return {"x": x.grad, **grads}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("level", "use_checkpoint"), [(3, False), (2, False), (3, True)])
+def test_linear_layers_in_odd_uses_have_the_gradients_of_plain_torch(
+    case: str, level: int, use_checkpoint: bool, dtype: torch.dtype
+) -> None:
+    if case.startswith("hooked") and use_checkpoint:
+        pytest.skip("plain torch's checkpoint calls such a hook twice")
+    expected = odd(case, None, False, dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for found in run_ranks(odd, 2, case, level, use_checkpoint, dtype):
+        for name, grad in expected.items():
+            if grad is None:
+                assert found[name] is None
+            else:
+                summed = grad if name == "x" else 2 * grad
+                torch.testing.assert_close(found[name], summed, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def penalised() -> list[Any]:
+    """A penalty on the shards themselves, which autograd adds to ``.grad`` while a reduction is under way."""
+    block = Block(nn.Linear(8, 8), zero_level=3)
+    for _ in range(3):
+        (block(torch.ones(1, 8)).sum() + sum(p.sum() for p in block.parameters())).backward()
+    return [full_gradient(p).unique().tolist() for p in block.parameters()]  # type: ignore[union-attr]
+
+
+def test_what_autograd_adds_to_shards_meanwhile_is_kept() -> None:
+    assert run_ranks(penalised, 2) == [[[9.0], [9.0]]] * 2  # 3 x (2 ranks + the penalty)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.fails = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.fails:
+            y.register_hook(_raise)
+        return y
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def after_a_failure() -> Any:
+    model = BMTrainModelWrapper(nn.Sequential(nn.ModuleList([Failing(), Failing()])))
+    first, second = model[0]
+    second.fails = False
+    with pytest.raises(ValueError, match="on purpose"):
+        second(first(torch.ones(1, 2))).sum().backward()
+    first.fails = False
+    for parameter in model.parameters():
+        parameter.grad = None
+    second(first(torch.ones(1, 2))).sum().backward()
+    return full_gradient(second.linear.bias).tolist()  # type: ignore[union-attr]
+
+
+def test_a_failed_backward_leaves_nothing_behind() -> None:
+    assert run_ranks(after_a_failure, 2) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(("level", "use_checkpoint"), [(3, True), (3, False), (2, False), (1, False), (0, False)])
+def test_compiled_blocks_train_like_plain_torch(level: int, use_checkpoint: bool) -> None:
+    expected = compiled(None, False)
+    for state in run_ranks(compiled, 2, level, use_checkpoint, timeout=120):
+        torch.testing.assert_close(state, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("levels", [[3, 3, 3], [2, 2, 2], [1, 1, 1], [0, 0, 0], [3, 1, 2]])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_delays_change_nothing(levels: list[int], use_checkpoint: bool) -> None:
+    size = min(torch.cuda.device_count(), 4)
+    init = {"device": "cuda"}
+    expected = run_ranks(trained_with_delays, size, levels, use_checkpoint, 0, init=init)
+    for cycles in (2_000_000, 1_000_001):
+        found = run_ranks(trained_with_delays, size, levels, use_checkpoint, cycles, init=init)
+        assert all(
+            torch.equal(a, b)
+            for one, other in zip(expected, found, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
