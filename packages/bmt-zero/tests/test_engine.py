@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import python_calls, trained_with_delays, virtual_step
+from engine_models import TicksAroundLinear, python_calls, trained_with_delays, virtual_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import compiled, full_gradient
@@ -31,6 +31,12 @@ def test_computation_hides_behind_communication(in_list: bool) -> None:
         assert forward == BLOCKS * 4.0 + 1.0
         # The last two are there already; the first gather begins while the second last block computes.
         assert backward <= (BLOCKS - 2) * 4.0 + 3 * 2.0 + 3.0
+
+
+def test_a_reduction_overlaps_the_whole_backward_of_the_next_block() -> None:
+    # Also the part after the first layer that writes its gradient: there are two tensors of full gradients.
+    for steps in run_ranks(virtual_step, 2, BLOCKS, 2.0, 4.0, 1.0, 5.0, True, TicksAroundLinear):
+        assert steps[-1][1] == 4.0 + BLOCKS * 5.0
 
 
 def test_a_list_is_ahead_in_its_first_step_already() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -33,12 +33,15 @@ _scope = _Scope()
 
 
 @contextmanager
-def forward_scope() -> Iterator[None]:
-    """Enter one module's call. Leaving the outermost one forgets what was gathered; nested ones share it."""
+def forward_scope(*, own_random: bool = True) -> Iterator[None]:
+    """Enter one module's call. Leaving the outermost one forgets what was gathered; nested ones share it.
+
+    ``own_random`` False: the generators stay as they are, for a caller that has set them.
+    """
     if _scope.depth > 0 or not is_initialized():
         yield
         return
-    with rank_random(current()):
+    with rank_random(current()) if own_random else nullcontext():
         _scope.depth += 1
         try:
             yield
