@@ -1,4 +1,4 @@
-"""The references of ``adam_step`` among each other: whole and compact masters, plain and fused."""
+"""The reference of ``adam_step`` with masters in two parts, beside itself with float32 masters."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.ops import read_master, reference
-from bmt_core.ops.reference.adam_fused import update_fused
-from bmt_core.ops.reference.adam_rows import Settings, groups
-from bmt_core.ops.remainder import split_master
+from bmt_core.ops import read_master, reference, split_master
 
 SHAPES = [(1,), (17,), (8, 5), (0,), (), (1000,)]
 KINDS = ["float32", "float16", "bfloat16", "compact"]
 USUAL: dict[str, Any] = {"step": 3, "lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+# Zeros, denormals, halves beside even and odd numbers, the largest of both types and their like, infinity, NaN.
+ODD_BITS = [
+    *(0x00000000, 0x80000000, 0x00000001, 0x80007FFF, 0x00008000, 0x007FFFFF, 0x3F808000, 0xBF808000, 0x3F818000),
+    *(0xBF818000, 0x3F807FFF, 0x7F7FFFFF, 0x7F7F8000, 0xFF7F7FFF, 0x7F800000, 0xFF800000, 0x7FC00000),
+]
+
+
+def odd_numbers() -> torch.Tensor:
+    return torch.tensor(ODD_BITS, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
 class Case:
     """Lists for ``adam_step``: parameters of a dtype, with whole masters (``compact``: with remainders)."""
 
-    def __init__(self, kind: str, *, device: str = "cpu", grads: torch.dtype | None = None) -> None:
+    def __init__(self, kind: str, *, device: str = "cpu", shapes: Any = SHAPES) -> None:
         generator = torch.Generator().manual_seed(0)
         dtype = torch.bfloat16 if kind == "compact" else getattr(torch, kind)
-        wholes = [torch.randn(s, generator=generator).to(device) for s in SHAPES]
+        wholes = [torch.randn(s, generator=generator) for s in shapes]
+        if shapes is SHAPES and dtype == torch.bfloat16:
+            wholes[1] = odd_numbers()
+        wholes = [w.to(device) for w in wholes]
         self.params = [w.to(dtype) for w in wholes]
         self.masters: list[torch.Tensor | None] = [None if kind == "float32" else w.clone() for w in wholes]
         if kind == "compact":
             pairs = [split_master(w) for w in wholes]
             self.params, self.masters = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        self.exp_avgs = [torch.randn(s, generator=generator).to(device) for s in SHAPES]
-        self.exp_avg_sqs = [torch.rand(s, generator=generator).to(device) for s in SHAPES]
-        self.grads = [torch.randn(s, generator=generator).to(device, grads or dtype) for s in SHAPES]
+        self.exp_avgs = [torch.randn(s, generator=generator).to(device) for s in shapes]
+        self.exp_avg_sqs = [torch.rand(s, generator=generator).to(device) for s in shapes]
+        self.grads = [torch.randn(s, generator=generator).to(device, dtype) for s in shapes]
 
     def lists(self) -> tuple[list[Any], ...]:
         return self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.masters
 
     def step(self, **changes: Any) -> None:
         reference.adam_step(*self.lists(), **{**USUAL, "decoupled": False, **changes})
-
-    def fused(self, **changes: Any) -> None:
-        """What ``adam_step`` does on CUDA; torch has the fused kernels on the CPU too."""
-        usual = {"decoupled": False, "hold": False, "scale": 1.0, "clip": None, "skip": None}
-        for rows in groups(*self.lists()):
-            update_fused(rows, Settings(**{**USUAL, **usual, **changes}))
 
     def weights(self) -> list[torch.Tensor]:
         """The numbers that are updated, in float32."""
@@ -53,17 +56,27 @@ class Case:
             for p, m in zip(self.params, self.masters, strict=True)
         ]
 
+    def numbers(self) -> list[torch.Tensor]:
+        return [*self.weights(), *self.exp_avgs, *self.exp_avg_sqs]
+
     def all(self) -> list[torch.Tensor]:
         return [t.clone() for column in self.lists() for t in column if t is not None]
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits, those of every NaN alike."""
+    integer = torch.int32 if tensor.dtype == torch.float32 else torch.int16
+    return tensor.view(integer).masked_fill(tensor.isnan(), 0x7FC0) if tensor.dtype.is_floating_point else tensor
+
+
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(one, other, strict=True))
 
 
-def assert_close(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+def assert_is_rounded(case: Case, whole: Case) -> None:
+    for p, other, master in zip(case.params, whole.params, case.weights(), strict=True):
+        is_even_half = (master.view(torch.int32) & 0x1FFFF) == 0x8000
+        assert torch.equal(bits_of(p)[~is_even_half], bits_of(other)[~is_even_half])
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -72,81 +85,39 @@ def test_a_compact_master_is_the_whole_master_in_every_bit(
     decoupled: bool, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit is not None:
-        monkeypatch.setattr("bmt_core.ops.reference.adam.MAX_ELEMENTS", limit)
+        monkeypatch.setattr("bmt_core.ops.reference.adam.MAX_COMPACT_ELEMENTS", limit)
     whole, compact = Case("bfloat16"), Case("compact")
-    for step in range(1, 26):
+    for step in range(1, 31):
         torch.manual_seed(step)
         whole.grads = [torch.randn_like(g) for g in whole.grads]
+        if step == 29:
+            whole.grads[1][:2] = torch.tensor([math.inf, math.nan])
         compact.grads = [g.clone() for g in whole.grads]
-        changes = {"step": step, "decoupled": decoupled, "scale": 2.0, "hold": step == 4}
-        changes["skip"] = torch.tensor(float(step == 7)) if step > 5 else None
-        whole.step(**changes)
-        compact.step(**changes)
-        assert same(whole.weights(), compact.weights())
-        for p, other, master in zip(whole.params, compact.params, compact.weights(), strict=True):
-            is_half = (master.view(torch.int32) & 0xFFFF) == 0x8000
-            assert torch.equal(p[~is_half], other[~is_half])
-    assert same(whole.exp_avg_sqs, compact.exp_avg_sqs)
+        # Steps without an update first, so that the odd numbers survive some of them.
+        options: dict[str, Any] = {"step": step, "decoupled": decoupled, "scale": 2.0, "hold": step in (1, 9)}
+        options["skip"] = torch.tensor(float(step in (2, 7))) if step in (2, 6, 7) else None
+        options["clip"] = torch.tensor([0.5]) if step % 3 == 0 else None
+        options["lr"] = 0.0 if step == 3 else 1e-40 if step == 4 else 0.01
+        whole.step(**options)
+        compact.step(**options)
+        assert same(whole.numbers(), compact.numbers())
+        assert_is_rounded(compact, whole)
 
 
 def test_a_skipped_step_changes_no_bit_of_a_compact_master() -> None:
     case = Case("compact")
-    case.grads[1][3] = math.nan
-    before = case.all()[len(SHAPES) :]
-    params = [p.view(torch.int16).clone() for p in case.params]
+    case.grads[4].fill_(math.nan)
+    before = case.all()
     case.step(skip=torch.ones(1, dtype=torch.uint8))
-    case.fused(skip=torch.full((1,), 2, dtype=torch.uint8))
-    after = case.all()[len(SHAPES) :]
-    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, after, strict=True))
-    assert same(params, [p.view(torch.int16) for p in case.params])
+    assert same(before, case.all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("decoupled", [False, True])
-@pytest.mark.parametrize("limit", [None, 64, 128])
-def test_fused_is_the_same_step_to_rounding(
-    kind: str, decoupled: bool, limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if limit is not None:
-        monkeypatch.setattr("bmt_core.ops.reference.adam_fused.MAX_ELEMENTS", limit)
-    fused, plain = Case(kind), Case(kind)
-    for step in range(3, 8):
-        fused.fused(step=step, decoupled=decoupled)
-        plain.step(step=step, decoupled=decoupled)
-    assert_close(fused.weights(), plain.weights())
-    assert_close(fused.exp_avgs, plain.exp_avgs)
-    assert_close(fused.exp_avg_sqs, plain.exp_avg_sqs)
-    for p, weight in zip(fused.params, fused.weights(), strict=True):
-        assert torch.equal(p, weight.to(p.dtype))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("grads", [None, torch.float32])
-@pytest.mark.parametrize(("scale", "clip"), [(4.0, None), (torch.tensor([4.0]), None), (1, 0.5), (4.0, 0.0)])
-def test_fused_scales_and_clips_and_leaves_gradients_alone(
-    kind: str, grads: torch.dtype | None, scale: Any, clip: float | None
-) -> None:
-    options = {"scale": scale, "clip": None if clip is None else torch.tensor([clip])}
-    fused, plain = Case(kind, grads=grads), Case(kind, grads=grads)
-    before = [g.clone() for g in fused.grads]
-    fused.fused(**options)
-    plain.step(**options)
-    assert_close(fused.weights(), plain.weights())
-    assert_close(fused.exp_avg_sqs, plain.exp_avg_sqs)
-    assert same(before, fused.grads) and same(before, plain.grads)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_fused_skips_where_the_flag_is_anything_but_zero(kind: str, scale: float) -> None:
-    skipped, taken, plain = Case(kind), Case(kind), Case(kind)
-    before = skipped.all()
-    for flag in (torch.ones(1, dtype=torch.uint8), torch.tensor(3.0), torch.tensor([True])):
-        skipped.fused(skip=flag, scale=scale)
-        assert same(before, skipped.all())
-    taken.fused(skip=torch.zeros(1, dtype=torch.uint8), scale=scale)
-    plain.fused(scale=scale)
-    assert same(taken.all(), plain.all()) and not same(before, taken.all())
+def test_gradients_stay_as_they_are(kind: str) -> None:
+    case = Case(kind)
+    before = [g.clone() for g in case.grads]
+    case.step(scale=torch.tensor([4.0]), clip=torch.tensor(0.5))
+    assert same(before, case.grads)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,34 +143,60 @@ def test_tensors_with_gaps_are_updated_like_others(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_on_a_gpu_the_step_is_that_of_the_cpu_to_rounding(kind: str, decoupled: bool) -> None:
-    moved, plain = Case(kind, device="cuda"), Case(kind)
-    torch.cuda.synchronize()
-    for step, (scale, bad) in enumerate([(1.0, 0.0), (8.0, 0.0), (8.0, 1.0), (1.0, 0.0)], start=3):
-        options = {"step": step, "decoupled": decoupled, "scale": scale, "hold": step == 6}
-        flag = torch.full((), bad, device="cuda")
+@pytest.mark.parametrize("is_given_on_device", [False, True])
+def test_on_a_gpu_a_compact_master_is_the_whole_master_in_every_bit(decoupled: bool, is_given_on_device: bool) -> None:
+    shapes = [*SHAPES, ((1 << 24) + 3,), (1 << 20,)]
+    whole, compact = Case("bfloat16", device="cuda", shapes=shapes), Case("compact", device="cuda", shapes=shapes)
+    for case in (whole, compact):
+        case.params[1], rest = split_master(odd_numbers().cuda())
+        case.masters[1] = rest if case is compact else odd_numbers().cuda()
+    scale: Any = torch.tensor([2.0], device="cuda") if is_given_on_device else 2.0
+    clip = torch.tensor(0.5, device="cuda") if is_given_on_device else None
+    flags = {step: torch.tensor(float(step in (2, 7)), device="cuda") for step in (2, 6, 7)}
+    for step in range(1, 21):
+        torch.manual_seed(step)
+        whole.grads = [torch.randn_like(g) for g in whole.grads]
+        if step in (7, 19):
+            whole.grads[1][:2] = math.inf
+        compact.grads = [g.clone() for g in whole.grads]
+        options = {"step": step, "decoupled": decoupled, "scale": scale, "clip": clip, "hold": step == 9}
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            moved.step(**options, skip=flag)
+            whole.step(**options, skip=flags.get(step))
+            compact.step(**options, skip=flags.get(step))
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert same(whole.numbers(), compact.numbers())
+        assert_is_rounded(compact, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_on_a_gpu_the_step_is_that_of_the_cpu_to_rounding(kind: str, decoupled: bool) -> None:
+    shapes = [(1,), (17,), (8, 5), (0,), (), (1000,)]  # not SHAPES: without the odd numbers
+    moved, plain = Case(kind, device="cuda", shapes=shapes), Case(kind, shapes=shapes)
+    for step, (scale, bad) in enumerate([(1.0, 0.0), (8.0, 0.0), (8.0, 1.0), (1.0, 0.0)], start=3):
+        options = {"step": step, "decoupled": decoupled, "scale": scale, "hold": step == 6}
+        moved.step(**options, skip=torch.full((), bad, device="cuda"))
         plain.step(**options, skip=torch.tensor(bad))
-    for a, b in zip(moved.weights() + moved.exp_avg_sqs, plain.weights() + plain.exp_avg_sqs, strict=True):
+    for a, b in zip(moved.numbers(), plain.numbers(), strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "limit_mib"), [(torch.float32, 1), (torch.bfloat16, 80)])
-def test_on_a_gpu_a_step_needs_little_memory(dtype: torch.dtype, limit_mib: int) -> None:
-    n = 1 << 26
-    params, grads = [torch.zeros(n, dtype=dtype, device="cuda")], [torch.ones(n, dtype=dtype, device="cuda")]
-    moments = [[torch.zeros(n, device="cuda")] for _ in range(2)]
-    masters = [None if dtype == torch.float32 else torch.zeros(n, dtype=torch.int16, device="cuda")]
-    reference.adam_step(params, grads, *moments, masters, **USUAL, decoupled=True)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "compact"])
+def test_on_a_gpu_temporaries_are_bounded(kind: str) -> None:
+    case = Case("float32", device="cuda", shapes=[(1 << 26,)])
+    if kind != "float32":
+        case.params, case.grads = [case.params[0].bfloat16()], [case.grads[0].bfloat16()]
+        dtype = torch.int16 if kind == "compact" else torch.float32
+        case.masters = [torch.zeros(1 << 26, dtype=dtype, device="cuda")]
+    case.step()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    reference.adam_step(params, grads, *moments, masters, **USUAL, decoupled=True)
+    case.step()
+    limit_mib = 1 if kind == "float32" else 257
     assert torch.cuda.max_memory_allocated() - before <= limit_mib << 20

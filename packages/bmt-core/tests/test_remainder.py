@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmt_core.ops import read_master, remainder_for
-from bmt_core.ops.remainder import split_master, write_master
+from bmt_core.ops import read_master, split_master, write_master
 
 
 def of_bits(*bits: int) -> torch.Tensor:
@@ -80,20 +79,41 @@ def test_every_shape_and_layout_is_taken() -> None:
         assert torch.equal(read_master(param, remainder), master)
 
 
-def test_memory_to_compute_in_may_be_given() -> None:
-    master, spare = torch.randn(9), torch.empty(9, dtype=torch.int32)
-    param, remainder = torch.empty(9, dtype=torch.bfloat16), torch.empty(9, dtype=torch.int16)
-    expected, out = master.clone(), torch.empty(9)
-    write_master(master, param, remainder, spare)
-    assert read_master(param, remainder, out) is out and torch.equal(out, expected)
+def test_parts_may_be_slices_of_larger_tensors_and_writes_are_counted() -> None:
+    params, remainders = torch.zeros(20, dtype=torch.bfloat16), torch.zeros(20, dtype=torch.int16)
+    master = torch.randn(7)
+    version = params._version
+    write_master(master, params[3:10], remainders[3:10])
+    assert torch.equal(read_master(params, remainders)[3:10], master) and params._version > version
+    assert not params[:3].any() and not params[10:].any() and not remainders[10:].any()
 
 
-def test_remainder_for_a_parameter_that_was_rounded_to_even() -> None:
-    master = of_bits(0x3F808000, 0xBF808000, 0x3F818000, 0x3F801234, 0x3F80FEDC)
-    even = master.bfloat16()
-    back = read_master(even, remainder_for(even, master))
-    assert torch.equal(back[2:], master[2:])
-    # The even neighbour of a half is closer to zero here: the next float32 on its side is meant.
-    assert bits_of(back[:2]).tolist() == bits_of(of_bits(0x3F807FFF, 0xBF807FFF)).tolist()
-    ours, expected = split_master(master)
-    assert torch.equal(remainder_for(ours, master), expected)
+def test_all_upper_halves_with_the_remainders_that_matter() -> None:
+    upper = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).repeat_interleave(5) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0xFFFF], dtype=torch.int32).repeat(1 << 16)
+    master = (upper + low).view(torch.float32)
+    param, remainder = split_master(master)
+    is_number = ~master.isnan()
+    assert torch.equal(bits_of(read_master(param, remainder))[is_number], bits_of(master)[is_number])
+    # Halves beside an odd number are rounded as elsewhere too: away from zero is the even neighbour.
+    is_even_half = (bits_of(master) & 0x1FFFF) == 0x08000
+    differs = is_number & (bits_of(param) != bits_of(master.bfloat16()))
+    assert torch.equal(differs, is_number & is_even_half)
+    assert read_master(param, remainder)[~is_number].isnan().all() and param[~is_number].isnan().all()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_bit_is_that_of_the_cpu() -> None:
+    master = torch.randint(-(1 << 31), 1 << 31, (1_000_003,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    written = torch.randint(-(1 << 15), 1 << 15, (1_000_003,)).to(torch.int16).view(torch.bfloat16)
+    for start in (0, 1):
+        values = master[start:]
+        param, remainder = split_master(values)
+        there_param, there_remainder = split_master(values.cuda())
+        assert torch.equal(bits_of(there_param).cpu(), bits_of(param))
+        assert torch.equal(there_remainder.cpu(), remainder)
+        # Also parameters that somebody else wrote.
+        for p in (param, written[start:]):
+            back, there = read_master(p, remainder), read_master(p.cuda(), there_remainder).cpu()
+            assert torch.equal(back.isnan(), there.isnan())
+            assert torch.equal(bits_of(back)[~back.isnan()], bits_of(there)[~back.isnan()])
