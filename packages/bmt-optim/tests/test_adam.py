@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharded_adam import give_gradients, masters_of_shards, parameters
 
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import KernelProvider, Kernels
@@ -20,18 +21,6 @@ from bmt_core.parameter import DistributedParameter
 from bmt_optim import AdamOptimizer
 
 HALVES = [torch.float16, torch.bfloat16]
-SHAPES = [(3, 5), (17,), (1,), (0,), (2, 3, 4)]
-
-
-def parameters(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def give_gradients(params: list[torch.nn.Parameter], step: int, *, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for p in params:
-        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
 
 
 class Formula:
@@ -384,6 +373,25 @@ def _sharded_training(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tens
 
 
 # The compact master
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("compact_master", [False, True])
+def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(
+    run_ranks: Callable[..., Any], world_size: int, compact_master: bool
+) -> None:
+    halves = parameters(torch.bfloat16)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in halves]
+    plain = torch.optim.AdamW(wide, lr=0.01, weight_decay=0.1)
+    for step in range(6):
+        give_gradients(halves, step)
+        for p, half in zip(wide, halves, strict=True):
+            assert half.grad is not None
+            p.grad = half.grad.float()
+        plain.step()
+    for gathered in run_ranks(masters_of_shards, world_size, compact_master):
+        for (value, master), p in zip(gathered, wide, strict=True):
+            assert torch.equal(master, p.detach()) and torch.equal(value, p.detach().bfloat16())
 
 
 def masters(optimizer: AdamOptimizer) -> list[torch.Tensor]:
