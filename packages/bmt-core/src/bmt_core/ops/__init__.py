@@ -2,6 +2,17 @@
 
 from bmt_core.ops.host_flag import HostFlag
 from bmt_core.ops.provider import KernelProvider
+from bmt_core.ops.remainder import read_master, split_master, write_master
 from bmt_core.ops.table import OPERATIONS, REFERENCE, Kernels, choose_kernels
 
-__all__ = ["OPERATIONS", "REFERENCE", "HostFlag", "KernelProvider", "Kernels", "choose_kernels"]
+__all__ = [
+    "OPERATIONS",
+    "REFERENCE",
+    "HostFlag",
+    "KernelProvider",
+    "Kernels",
+    "choose_kernels",
+    "read_master",
+    "split_master",
+    "write_master",
+]

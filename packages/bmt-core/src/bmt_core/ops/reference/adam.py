@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from bmt_core.ops.remainder import DTYPE as REMAINDER
+from bmt_core.ops.remainder import read_master, write_master
+
 # Bounds the float32 temporaries (a gradient and a denominator per element) to 256 MiB, however large the shard.
 MAX_ELEMENTS = 1 << 25
+# A master in two parts needs four such numbers per element to be put together and taken apart.
+MAX_COMPACT_ELEMENTS = 1 << 24
 
 
 @torch.no_grad()
@@ -40,9 +45,11 @@ def adam_step(
         p <- p - lr * weight_decay * p                             (if decoupled)
         p <- p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
-    All lists have one entry per parameter and live on one device; the tensors of an entry have one shape. Where ``masters[i]``
-    is a tensor, it is p, and ``params[i]`` becomes p rounded to nearest; where it is None, ``params[i]`` is p. Moments, p and the
-    arithmetic are of one dtype (float32 for parameters of half types); gradients may be of another.
+    All lists have one entry per parameter and live on one device; the tensors of an entry have one shape. What p is depends on
+    ``masters[i]``. None: p is ``params[i]``. A tensor of the dtype of the moments: it is p, and ``params[i]`` becomes p rounded to
+    nearest. An int16 tensor: p is the float32 of which ``params[i]`` (bfloat16) and it are the parts, as defined in
+    [Note: compact master] of :mod:`bmt_core.ops.remainder`; moments and p are those of a float32 master in every bit. Moments, p
+    and the arithmetic are of one dtype (float32 for parameters of half types); gradients may be of another.
     On the CPU, with ``scale`` 1 and without ``clip``, the result is that of ``torch.optim.Adam`` (or ``AdamW``) in every bit; on
     CUDA torch's own fused kernel does the work, which is that of ``torch.optim.Adam(fused=True)``.
 
@@ -51,12 +58,12 @@ def adam_step(
     """
     settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, hold, scale, clip, skip)
     for rows in _batches(params, grads, exp_avgs, exp_avg_sqs, masters):
-        update = _update_fused if rows[0].param.is_cuda else _update
+        update = _update_compact if _is_compact(rows[0]) else _update_whole
         update(rows, settings)
     if not hold:
-        # Whether a parameter was written is seen by its version, and must be seen on ranks that hold no element of it too.
-        for empty in (param for param in params if not param.numel()):
-            empty.zero_()
+        # Whether a parameter was written is seen by its version: fused kernels do not count it everywhere, and it must be seen
+        # on ranks that hold no element of it too.
+        torch.autograd.graph.increment_version(params)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,31 @@ class _Row:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     master: torch.Tensor | None
+
+
+def _is_compact(row: _Row) -> bool:
+    return row.master is not None and row.master.dtype == REMAINDER
+
+
+def _update_compact(rows: Sequence[_Row], s: _Settings) -> None:
+    """Put the masters together, update them like any float32 parameter, and take them apart."""
+    whole = [replace(row, param=_whole_master(row), master=None) for row in rows]
+    _update_whole(whole, s)
+    if s.hold:
+        return
+    for row, updated in zip(rows, whole, strict=True):
+        assert row.master is not None
+        write_master(updated.param, row.param, row.master)
+
+
+def _whole_master(row: _Row) -> torch.Tensor:
+    assert row.master is not None
+    return read_master(row.param, row.master)
+
+
+def _update_whole(rows: Sequence[_Row], s: _Settings) -> None:
+    update = _update_fused if rows[0].param.is_cuda else _update
+    update(rows, s)
 
 
 def _update(rows: Sequence[_Row], s: _Settings) -> None:
@@ -168,17 +200,19 @@ def _unless(skip: torch.Tensor, value: float, neutral: float, like: torch.Tensor
 
 
 def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
-    """Cut long flat shards into slices; yield rows of one dtype, all with a master or none, up to MAX_ELEMENTS elements."""
-    groups: dict[tuple[torch.dtype, bool], list[_Row]] = {}
+    """Cut long flat shards into slices; yield rows of one dtype and one kind of master, of a bounded number of elements."""
+    groups: dict[tuple[torch.dtype, torch.dtype | None], list[_Row]] = {}
     for column in zip(*columns, strict=True):
         row = _Row(*column)
         if row.param.numel():
-            groups.setdefault((row.exp_avg.dtype, row.master is None), []).extend(_slices(row))
+            kind = None if row.master is None else row.master.dtype
+            groups.setdefault((row.exp_avg.dtype, kind), []).append(row)
     for rows in groups.values():
+        limit = MAX_COMPACT_ELEMENTS if _is_compact(rows[0]) else MAX_ELEMENTS
         batch: list[_Row] = []
         elements = 0
-        for row in rows:
-            if batch and elements + row.param.numel() > MAX_ELEMENTS:
+        for row in (piece for whole in rows for piece in _slices(whole, limit)):
+            if batch and elements + row.param.numel() > limit:
                 yield batch
                 batch, elements = [], 0
             batch.append(row)
@@ -186,11 +220,11 @@ def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
         yield batch
 
 
-def _slices(row: _Row) -> Iterator[_Row]:
-    if row.param.dim() != 1 or row.param.numel() <= MAX_ELEMENTS:
+def _slices(row: _Row, limit: int) -> Iterator[_Row]:
+    if row.param.dim() != 1 or row.param.numel() <= limit:
         yield row
         return
-    for start in range(0, row.param.numel(), MAX_ELEMENTS):
-        part = slice(start, start + MAX_ELEMENTS)
+    for start in range(0, row.param.numel(), limit):
+        part = slice(start, start + limit)
         master = None if row.master is None else row.master[part]
         yield _Row(row.param[part], row.grad[part], row.exp_avg[part], row.exp_avg_sq[part], master)
