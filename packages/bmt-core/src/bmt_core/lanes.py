@@ -22,6 +22,10 @@ from bmt_core.comm.api import Finished, Group, Work
 from bmt_core.topology import Topology
 
 
+PRIORITY = -2
+"""Of the lanes' streams. A collective that waited for a multiprocessor behind the queue of a product would let all ranks wait."""
+
+
 class Mark(Protocol):
     """A point in the order of work of the computation or of a lane."""
 
@@ -65,7 +69,7 @@ class CudaLane(Lane):
 
     def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
         super().__init__(name, topology)
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.stream = torch.cuda.Stream(device, PRIORITY)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._device = device.index
 
     def here(self) -> Mark:
