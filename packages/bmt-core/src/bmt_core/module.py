@@ -32,7 +32,7 @@ class DistributedModule(nn.Module):
         return super().__getattr__(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with forward_scope():
+        with forward_scope(self):
             return super().__call__(*args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -291,6 +291,20 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     return result
 
 
+def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
+    """Take ``reduced``, this rank's part of the summed gradient, which is there; return what autograd is to have itself, if any."""
+    gradient = parameter._gradient_sum()
+    if not accumulates(parameter):
+        return gradient.rounded(reduced, [True])[0]
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return gradient.seen_by_hooks(reduced, [True])[0]
+    add = gradient.take(reduced, [True])
+    if add is not None:
+        add()
+    torch.autograd.Variable._execution_engine.queue_callback(gradient.finish)
+    return None
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, parameter: DistributedParameter) -> torch.Tensor:
@@ -305,16 +319,7 @@ class _Gather(torch.autograd.Function):
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
         reduced = parameter._shard.reduce(grad)
-        gradient = parameter._gradient_sum()
-        if not accumulates(parameter):
-            return gradient.rounded(reduced, [True])[0], None
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            return gradient.seen_by_hooks(reduced, [True])[0], None
-        add = gradient.take(reduced, [True])
-        if add is not None:
-            add()
-        torch.autograd.Variable._execution_engine.queue_callback(gradient.finish)
-        return None, None
+        return take_now(parameter, reduced), None
 
 
 def _rebuild(

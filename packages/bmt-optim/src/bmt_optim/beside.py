@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 
-
 PRIORITY = -1
 """Before the computation, which would otherwise leave an update so little room that the gather behind it comes too late."""
 

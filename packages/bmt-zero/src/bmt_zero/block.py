@@ -78,7 +78,7 @@ class Block(nn.Module):
         state = self._bmt_block
         if state.running:  # inside its own call, with the full parameters in place
             return super().__call__(*args, **kwargs)
-        with forward_scope():
+        with forward_scope(self):
             return state.run(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
