@@ -92,6 +92,12 @@ class FlatShard:
         return self.layout.total * self.dtype.itemsize
 
     @property
+    def held_back_bytes(self) -> int:
+        """Size of what :meth:`hold_back` keeps between micro-batches, if any parameter trains."""
+        trains = True in [parameter.requires_grad for parameter in self.parameters]
+        return self.layout.total * summation_dtype(self.dtype).itemsize if trains else 0
+
+    @property
     def is_available(self) -> bool:
         """Whether the full parameters are in memory, or on their way, as far as was last observed."""
         return self.is_whole or (self._resident and self._is_current)
