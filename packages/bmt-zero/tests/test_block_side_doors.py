@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -172,6 +173,43 @@ def test_a_loss_that_leaves_by_a_side_door_has_its_gradients(level: int, use_che
     for alone, together in run_ranks(auxiliary, 2, level, use_checkpoint):
         assert alone.tolist() == [[36.0, 36.0]] * 2  # two ranks x (2 w + 2 y)
         assert together.tolist() == [[38.0, 38.0]] * 2
+
+
+class GradientInside(nn.Module):
+    """Uses a gradient in its forward, as energy models do, and its layers before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.first = line(3.0)
+        self.second = line(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(self.norm(x)))
+        energy = torch.tanh(self.second(h))
+        of_h, of_weight = torch.autograd.grad(energy.sum(), (h, self.second.weight), retain_graph=True)
+        y: torch.Tensor = energy + torch.tanh(self.second(self.first(h))) * of_h * of_weight.sum()
+        return y
+
+
+def gradient_inside(make: Callable[[nn.Module], nn.Module]) -> Any:
+    blocks = [make(GradientInside()) for _ in range(2)]
+    x = torch.linspace(-1, 2, 6).view(3, 2)
+    blocks[1](blocks[0](x)).square().sum().backward()
+    return [grads_of(block) for block in blocks], [block.norm.running_mean for block in blocks]
+
+
+def gradient_inside_block(level: int, use_checkpoint: bool) -> Any:
+    return gradient_inside(lambda module: Block(module, zero_level=level, use_checkpoint=use_checkpoint))
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_forward_may_ask_for_gradients_of_its_own(level: int, use_checkpoint: bool) -> None:
+    expected, means = gradient_inside(lambda module: module)
+    for found, found_means in run_ranks(gradient_inside_block, 2, level, use_checkpoint):
+        torch.testing.assert_close(found, [{name: 2 * grad for name, grad in grads.items()} for grads in expected])
+        torch.testing.assert_close(found_means, means)
 
 
 class ModifiesSaved(nn.Module):

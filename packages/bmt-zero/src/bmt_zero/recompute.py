@@ -44,7 +44,7 @@ class Recomputation:
         self._inputs = args, kwargs
         self._versions = _versions_of(self._inputs)
         self._buffers = buffers
-        self._changing: Sequence[torch.Tensor] = ()
+        self._changing = buffers  # all, until forward has shown which
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._made: list[torch.Tensor | None] = []
         self._layers = 0
@@ -111,7 +111,9 @@ class Recomputation:
                 " from the new values. Clone it before, use the out-of-place operation, or set use_checkpoint=False."
             )
         self._use.begin_backward()
-        self._layers = 0
+        if self._use.is_running:  # a backward pass inside of forward, at the end of which nobody else will clear
+            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        layers, self._layers = self._layers, 0
         self.is_running = True
         try:
             with (
@@ -127,6 +129,7 @@ class Recomputation:
             pass
         finally:
             self.is_running = False
+            self._layers = layers
         if len(self._made) < len(self._kinds):
             raise BmtError(
                 f"A block that was recomputed saved {len(self._made)} tensors for backward, and {len(self._kinds)} in its forward:"

@@ -224,9 +224,12 @@ class BlockState:
 
     @contextmanager
     def _substituted(self, use: Use, fulls: list[torch.Tensor]) -> Iterator[None]:
-        before, self.use, self.running = self.use, use, True
+        before, self.use = self.use, use
+        was_running, self.running = self.running, True
         running.append(self.flats)
         places, direct = self._places, self._direct
+        if was_running:  # recomputed by a backward pass inside of its own forward, which goes on
+            places = [place._replace(parameter=place.holder[place.name]) for place in places]
         try:
             for holder, name, index in self._own:
                 holder[name] = fulls[index]
@@ -237,11 +240,12 @@ class BlockState:
             yield
         finally:
             running.remove(self.flats)
-            self.use, self.running = before, False
+            self.use, self.running = before, was_running
             for holder, name, parameter in places:
                 holder[name] = parameter
-            for attributes, _ in direct:
-                attributes.pop("forward", None)
+            if not was_running:
+                for attributes, _ in direct:
+                    attributes.pop("forward", None)
 
     def _leave(self, use: Use, token: torch.Tensor | None, inputs: Any, outputs: Any) -> Any:
         # A parameter that is returned must outlive the buffer.

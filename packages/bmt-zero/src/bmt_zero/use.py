@@ -47,6 +47,14 @@ class Use:
         self._generations: list[int] = []
         self._gradients: dict[int, FullGradients] = {}
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the block's forward runs, so that a backward pass under way is one inside of it (``torch.autograd.grad``).
+
+        The parameters are there then and must stay, and the gradients are forward's own.
+        """
+        return self.block.use is self
+
     def begin_forward(self) -> None:
         """Have the parameters gathered. Collective."""
         self._acquire(observe=self.schedule.first_forward, is_backward=False)
@@ -65,6 +73,8 @@ class Use:
 
     def begin_backward(self) -> None:
         """Have the parameters gathered again, with the values that forward saw. Collective."""
+        if self.is_running:
+            return
         this_pass = torch._C._current_graph_task_id()
         if self._pass == this_pass:
             return
@@ -87,7 +97,7 @@ class Use:
 
     def place_for_gradient(self, flat: int, index: int) -> tuple[torch.Tensor, bool] | None:
         """Return where a layer may write its gradient: see :meth:`FullGradients.place`."""
-        if not self.writes_directly:
+        if not self.writes_directly or self.is_running:
             return None
         return self._gradients_of(flat).place(index)
 
