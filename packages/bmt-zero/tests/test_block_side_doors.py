@@ -220,17 +220,18 @@ class ModifiesSaved(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.sigmoid(self.linear(x))
         y.mul_(2)  # sigmoid saved its result
-        return y
+        return y.exp()
 
 
-def modified() -> None:
-    block = Block(ModifiesSaved(), zero_level=3, use_checkpoint=False)
+def modified(use_checkpoint: bool) -> None:
+    block = Block(ModifiesSaved(), zero_level=3, use_checkpoint=use_checkpoint)
     with pytest.raises((BmtError, RuntimeError), match=r"modified by an in-?place operation"):
         block(X).sum().backward()
 
 
-def test_modifying_what_backward_needs_is_an_error_as_in_plain_torch() -> None:
-    run_ranks(modified, 2)
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_modifying_what_backward_needs_is_an_error_as_in_plain_torch(use_checkpoint: bool) -> None:
+    run_ranks(modified, 2, use_checkpoint)
 
 
 def printed_wrapped() -> str:

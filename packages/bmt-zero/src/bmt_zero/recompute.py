@@ -24,6 +24,7 @@ from bmt_core.errors import BmtError
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
 from bmt_zero.nested import tensors_in
+from bmt_zero.saved import check_version
 from bmt_zero.use import Use
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -46,7 +47,7 @@ class Recomputation:
         self._buffers = buffers
         self._changing = buffers  # all, until forward has shown which
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
-        self._made: list[torch.Tensor | None] = []
+        self._made: list[tuple[torch.Tensor, int] | None] = []
         self._layers = 0
         self._last: tuple[int, int] | None = None
         self._random = _Random(current().device)
@@ -102,7 +103,9 @@ class Recomputation:
             made = self._made[index]
             assert made is not None
         self._made[index] = None
-        return made
+        tensor, version = made
+        check_version(tensor, version)
+        return tensor
 
     def _make(self) -> None:
         if _versions_of(self._inputs) != self._versions:
@@ -141,7 +144,7 @@ class Recomputation:
         # Detached: an operation that saves its own result must not keep itself alive.
         tensor = tensor.detach()
         index = len(self._made)
-        self._made.append(tensor)
+        self._made.append((tensor, tensor._version))
         if (tensor.shape, tensor.dtype) != self._kinds[index]:
             shape, dtype = self._kinds[index]
             raise BmtError(

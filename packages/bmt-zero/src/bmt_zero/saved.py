@@ -33,13 +33,18 @@ def saved_for_backward(use: Use) -> saved_tensors_hooks:
     def unpack(saved: _Saved) -> torch.Tensor:
         if saved.is_parameter:
             use.begin_backward()
-        elif saved.tensor._version != saved.version:
-            # With hooks torch leaves this check to us.
-            raise BmtError(
-                "A tensor that a block needs for its backward was modified by an in-place operation"
-                f" (shape {tuple(saved.tensor.shape)}, version {saved.tensor._version} where {saved.version} was saved)."
-                " Use the out-of-place operation, or clone before it."
-            )
+        else:
+            check_version(saved.tensor, saved.version)
         return saved.tensor
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise if ``tensor`` was modified since it had that version. With hooks torch leaves this check to us."""
+    if tensor._version != version:
+        raise BmtError(
+            "A tensor that a block needs for its backward was modified by an in-place operation"
+            f" (shape {tuple(tensor.shape)}, version {tensor._version} where {version} was saved)."
+            " Use the out-of-place operation, or clone before it."
+        )
