@@ -13,6 +13,7 @@ from together_models import (
     trained,
     trained_on_ranks,
     used_on_rank_0_only,
+    with_penalty,
 )
 
 from bmt_core.testing import run_ranks
@@ -72,3 +73,8 @@ def test_a_call_that_fails_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_calls_in_other_modes_and_changed_parameters_are_seen(world_size: int) -> None:
     assert run_ranks(in_other_modes, world_size) == [True] * world_size
+
+
+def test_what_was_gathered_by_itself_adds_to_what_is_reduced_together() -> None:
+    for expected, found in run_ranks(with_penalty, 2):
+        torch.testing.assert_close(found, expected)

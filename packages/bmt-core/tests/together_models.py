@@ -157,3 +157,14 @@ def in_other_modes() -> bool:
                 for parameter in module.parameters():
                     parameter.mul_(1.25)
     return all(results)
+
+
+def with_penalty() -> Any:
+    """Gradients of a loss to which a parameter that was gathered by itself, before the call, contributes too; plain and sharded."""
+    found = []
+    for made, batch, ranks in ((model(), tokens(0), 1), (sharded(model()), own(tokens(0)), world_size())):
+        for _ in range(2):
+            penalty = made.embedding.weight.square().sum() / ranks
+            (loss_of(made, batch) + penalty).backward()
+        found.append([None if p.grad is None else whole(p, p.grad) for p in made.parameters()])
+    return found

@@ -103,6 +103,13 @@ class GradientSum:
             starts = True
         return lambda: _add(flat, total, reduced, starts=starts)
 
+    def take_now(self, reduced: torch.Tensor, needed: Sequence[bool]) -> None:
+        """:meth:`take` ``reduced``, which is there, and add it in the order of the computation."""
+        add = self.take(reduced, needed)
+        if add is not None:
+            self._wait()  # the lane may still write what was taken before in this pass
+            add()
+
     def ready_at(self, mark: Mark) -> None:
         """Say when what :meth:`take` returned will be done."""
         self._marks.append(mark)
@@ -132,9 +139,7 @@ class GradientSum:
         """
         if reduced.dtype == self._parameters[0].dtype and reduced.dtype.itemsize >= 4:
             return self._chosen(reduced, needed)
-        then = self.take(reduced, needed)
-        if then is not None:
-            then()
+        self.take_now(reduced, needed)
         return self.hand_over()
 
     def rounded(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:

@@ -298,9 +298,7 @@ def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Te
         return gradient.rounded(reduced, [True])[0]
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return gradient.seen_by_hooks(reduced, [True])[0]
-    add = gradient.take(reduced, [True])
-    if add is not None:
-        add()
+    gradient.take_now(reduced, [True])
     torch.autograd.Variable._execution_engine.queue_callback(gradient.finish)
     return None
 
