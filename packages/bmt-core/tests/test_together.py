@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from together_models import (
+    complex_and_unused,
     in_other_modes,
     model,
     survives_failures,
@@ -78,3 +79,8 @@ def test_calls_in_other_modes_and_changed_parameters_are_seen(world_size: int) -
 def test_what_was_gathered_by_itself_adds_to_what_is_reduced_together() -> None:
     for expected, found in run_ranks(with_penalty, 2):
         torch.testing.assert_close(found, expected)
+
+
+def test_complex_parameters_without_gradient_have_none() -> None:
+    for used, spare in run_ranks(complex_and_unused, 2):
+        assert used.tolist() == [0, 2, 4, 6, 8] and spare is None

@@ -168,3 +168,21 @@ def with_penalty() -> Any:
             (loss_of(made, batch) + penalty).backward()
         found.append([None if p.grad is None else whole(p, p.grad) for p in made.parameters()])
     return found
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+        self.spare = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _ = self.spare
+        return (self.used * x).abs().sum()
+
+
+def complex_and_unused() -> Any:
+    """Gradients of complex parameters of which the loss uses one."""
+    waves = sharded(Waves())
+    waves(torch.arange(5.0)).backward()
+    return [None if p.grad is None else whole(p, p.grad) for p in waves.parameters()]

@@ -114,7 +114,7 @@ class Together:
         if any(want and grad is None for want, grad in zip(wanted, grads, strict=True)):
             # The host waits: see [Note: gradients that are missing].
             present = received[self._length :].tolist()
-            wanted = [want and number > 0 for want, number in zip(wanted, present, strict=True)]
+            wanted = [want and number != 0 for want, number in zip(wanted, present, strict=True)]
         return [
             take_now(parameter, part) if want else None
             for parameter, part, want in zip(self.parameters, parts, wanted, strict=True)
