@@ -8,6 +8,7 @@ import pytest
 import torch
 from together_models import (
     complex_and_unused,
+    hooked_and_unread,
     in_other_modes,
     model,
     survives_failures,
@@ -84,3 +85,7 @@ def test_what_was_gathered_by_itself_adds_to_what_is_reduced_together() -> None:
 def test_complex_parameters_without_gradient_have_none() -> None:
     for used, spare in run_ranks(complex_and_unused, 2):
         assert used.tolist() == [0, 2, 4, 6, 8] and spare is None
+
+
+def test_hooks_see_no_gradient_of_parameters_that_were_not_read() -> None:
+    assert run_ranks(hooked_and_unread, 2) == [True, True]

@@ -186,3 +186,15 @@ def complex_and_unused() -> Any:
     waves = sharded(Waves())
     waves(torch.arange(5.0)).backward()
     return [None if p.grad is None else whole(p, p.grad) for p in waves.parameters()]
+
+
+def hooked_and_unread() -> bool:
+    """Whether a hook is left alone by calls that do not read its parameter, and called by the one that does."""
+    shards, seen = sharded(model()), []
+    weight = shards.spare._parameters["weight"]
+    assert isinstance(weight, DistributedParameter)
+    handle = weight.register_hook(lambda grad: seen.append(grad.numel()))
+    for step, use_spare in enumerate([False, True, False]):
+        loss_of(shards, own(tokens(step)), use_spare=use_spare).backward()  # type: ignore[no-untyped-call]
+    handle.remove()
+    return seen == [weight.numel()]

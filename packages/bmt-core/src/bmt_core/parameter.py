@@ -16,6 +16,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
 from torch.autograd.function import once_differentiable
+from torch.utils.hooks import RemovableHandle
 
 from bmt_core.comm.api import Group
 from bmt_core.comm.autograd import AllGather
@@ -141,6 +142,13 @@ class DistributedParameter(torch.nn.Parameter):
         if full.shape != self.full_shape:
             raise ValueError(f"Expected a tensor of shape {tuple(self.full_shape)}, not {tuple(full.shape)}.")
         return self._shard.part(full)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+        """See ``torch.Tensor.register_hook``; as in plain torch, not called when there is no gradient."""
+        # What is gathered together is one node of the graph, also of parameters that the call did not read, and autograd
+        # tells hooks that these have no gradient by calling them with None.
+        handle: RemovableHandle = super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
+        return handle
 
     @property
     def data(self) -> torch.Tensor:
