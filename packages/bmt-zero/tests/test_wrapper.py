@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from zero_models import Model, batch, loss_of, plain, train
+from zero_models import Model, batch, full_gradient, loss_of, plain, train
 
 from bmt_core import runtime
 from bmt_core.module import DistributedModule
@@ -105,3 +106,24 @@ def copied() -> None:
 
 def test_a_wrapped_model_can_be_copied() -> None:
     run_ranks(copied, 2)
+
+
+def gradients(model: nn.Module, compiled: Callable[..., torch.Tensor]) -> list[Any]:
+    for step in range(2):
+        tokens, targets = batch(step)
+        loss_of(compiled(tokens), targets).backward()
+    return [full_gradient(parameter) for parameter in model.parameters()]
+
+
+def compiled_as_a_whole() -> list[Any]:
+    torch.manual_seed(0)
+    model = BMTrainModelWrapper(Model())
+    return gradients(model, torch.compile(model, backend="aot_eager"))
+
+
+def test_a_model_that_is_compiled_as_a_whole_has_the_gradients_of_plain_torch() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    expected = [2 * grad for grad in gradients(model, model)]
+    for found in run_ranks(compiled_as_a_whole, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -67,9 +67,7 @@ def forward_scope(module: nn.Module | None = None, *, own_random: bool = True) -
         _scope.depth += 1
         try:
             if module is not None:
-                _gather_ahead(module, mode)
-                for observer in current().call_observers:
-                    observer(module)
+                _begin_call(module, mode)
             yield
             if module is not None:
                 _expected.setdefault(module, {})[mode] = [weakref.ref(p) for p in _scope.read.values() if _is_apart(p)]
@@ -97,6 +95,7 @@ def is_gathered(tensor: torch.Tensor) -> bool:
     return any(found.full.untyped_storage()._cdata == storage for found in _scope.gathered.values())
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # for a model that is compiled as a whole
 def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     """Return ``parameter.gather()``, made once per outermost call however often it is asked for. Collective.
 
@@ -116,6 +115,13 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
         found = _Gathered(parameter, parameter._version, parameter.gather())
         _scope.gathered[key] = found
     return found.full
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin_call(module: nn.Module, mode: tuple[bool, bool]) -> None:
+    _gather_ahead(module, mode)
+    for observer in current().call_observers:
+        observer(module)
 
 
 def _gather_ahead(module: nn.Module, mode: tuple[bool, bool]) -> None:

@@ -78,6 +78,8 @@ class Block(nn.Module):
         state = self._bmt_block
         if state.running:  # inside its own call, with the full parameters in place
             return super().__call__(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, *args, **kwargs)
         with forward_scope(self):
             return state.run(self, super().__call__, args, kwargs)
 
@@ -150,6 +152,12 @@ class Block(nn.Module):
 
 
 CheckpointBlock = Block
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
+    """Call ``block`` in a model that is compiled as a whole: what is compiled around the block ends before it."""
+    return block(*args, **kwargs)
 
 
 @functools.cache
