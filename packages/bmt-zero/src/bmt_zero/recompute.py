@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from bmt_core.scope import forward_scope
+from bmt_zero.caches import with_own_caches
 from bmt_zero.nested import tensors_in
 from bmt_zero.use import Use
 
@@ -41,8 +42,9 @@ def recomputed(
                 changing = [buffer for buffer, version in pairs if buffer.ndim < 2 or buffer._version != version]
         use.begin_backward()
         with forward_scope(), _kept(changing):
-            return call(args, kwargs)
+            return call(*with_own_caches(before))
 
+    before = with_own_caches((args, kwargs))
     # The tensors are passed once more, flat: torch looks at them for the devices whose random state it keeps.
     return checkpoint(run, args, kwargs, tensors_in((args, kwargs)), use_reentrant=False)
 
