@@ -110,13 +110,15 @@ def test_a_blank_parameter_cannot_be_read_or_saved_on_any_rank(tmp_path: Path) -
         assert "weight" in messages[2] and "shape (3,)" in messages[0]
 
 
-def loaded(path: str) -> list[float]:
-    holder = Holder()
-    load(holder, path)
+def loaded(path: str, around: str) -> list[float]:
+    with torch.device(around):
+        holder = Holder()
+        load(holder, path)
     values: list[float] = holder.weight.tolist()
     return values
 
 
-def test_a_checkpoint_gives_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", ["cpu", "meta"])
+def test_a_checkpoint_gives_values(around: str, tmp_path: Path) -> None:
     torch.save({"weight": torch.tensor([3.0, 4.0, 5.0])}, tmp_path / "model.pt")
-    assert run_ranks(loaded, 4, str(tmp_path / "model.pt")) == [[3.0, 4.0, 5.0]] * 4
+    assert run_ranks(loaded, 4, str(tmp_path / "model.pt"), around) == [[3.0, 4.0, 5.0]] * 4

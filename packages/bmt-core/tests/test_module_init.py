@@ -153,10 +153,72 @@ def communicated() -> tuple[list[str], list[str]]:
     return alone, around
 
 
-def test_only_what_is_written_again_from_around_is_communicated() -> None:
+def test_only_what_is_touched_again_is_communicated() -> None:
     for alone, around in run_ranks(communicated, 2):
         assert alone == []
-        assert around == ["all_reduce"] * 2  # third.weight and first.bias, which Model itself rewrites
+        # third.weight and first.bias, which Model itself rewrites; the tied weight, drawn a second time in vain
+        assert around == ["all_reduce"] * 3
+
+
+class Normed(DistributedModule):
+    """Computes one parameter from another, which has values already: given before, or by its ``init_method``."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.gain = DistributedParameter(torch.empty(5))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.gain.copy_(self.weight.norm(dim=1))
+
+
+def norms() -> Any:
+    torch.manual_seed(4)
+    given = DistributedParameter(torch.randn(5, 3))
+    with torch.device("meta"):
+        models = [Normed(given), Normed(DistributedParameter(torch.empty(5, 3), init_method=NORMAL))]
+    for model in models:
+        init_parameters(model)
+    return [dict(model.state_dict()) for model in models]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_initialisation_reads_what_has_values(world_size: int) -> None:
+    torch.manual_seed(4)
+    weights = [torch.randn(5, 3), nn.init.normal_(torch.empty(5, 3), std=0.5)]
+    expected = [{"weight": weight, "gain": weight.norm(dim=1)} for weight in weights]
+    for result in run_ranks(norms, world_size):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+class Older(DistributedModule):
+    """Initialises what is inside by its own ``init_weights()``, which the constructor calls last."""
+
+    def __init__(self, made: Made) -> None:
+        super().__init__()
+        self.inner = Affine(5, made)
+        self.scale = made(torch.empty(3))
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.inner.weight, std=std)
+        nn.init.constant_(self.scale, std)
+
+
+def older() -> Any:
+    torch.manual_seed(5)
+    with torch.device("meta"):
+        model = Older(sharded)
+    init_parameters(model)
+    return state_of(model), torch.rand(2)
+
+
+def test_init_weights_without_arguments_has_the_last_word() -> None:
+    torch.manual_seed(5)
+    expected = state_of(Older(plain)), torch.rand(2)
+    for result in run_ranks(older, 2):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 class Silent(DistributedModule):

@@ -44,13 +44,14 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Takes and gives what the models of ``zero_models`` do; the head is tied, and so are two layers' gates."""
+    """Takes and gives what the models of ``zero_models`` do; the head is tied, and so are two layers' gates if ``ties``."""
 
-    def __init__(self, layers: int = 3, width: int = 7, hidden: int = 13) -> None:
+    def __init__(self, layers: int = 3, width: int = 7, hidden: int = 13, *, ties: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, width)
         self.layers = nn.ModuleList([Layer(width, hidden) for _ in range(layers)])
-        self.layers[2].gate.weight = self.layers[0].gate.weight  # type: ignore[union-attr]
+        if ties:
+            self.layers[2].gate.weight = self.layers[0].gate.weight  # type: ignore[union-attr]
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embedding.weight

@@ -8,6 +8,7 @@ Every rank writes alike, so every rank gives the same answer, also one whose par
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -64,6 +65,11 @@ def blank_whole(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 def is_meta_default() -> bool:
     """Whether tensors are made on the meta device at the moment."""
     return torch.get_default_device().type == "meta"
+
+
+def off_meta() -> AbstractContextManager[object]:
+    """Inside, tensors are not made on the meta device because the user's code around makes its own there."""
+    return torch.device("cpu") if is_meta_default() else nullcontext()
 
 
 def place_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:

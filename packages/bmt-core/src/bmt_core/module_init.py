@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -19,8 +19,8 @@ from bmt_core.blank import (
     blank_buffers,
     blank_parameters,
     has_values,
-    is_meta_default,
     named,
+    off_meta,
     place_buffers,
     settle_buffer,
 )
@@ -36,11 +36,15 @@ ModuleInit = Callable[[nn.Module], Any]
 def initialize_blanks(model: nn.Module, init: ModuleInit | None = None) -> None:
     """Give values to all of ``model`` that has none, and raise :class:`ConfigError` naming what nothing gives any.
 
-    Modules are visited children first, as ``model.apply()`` does, and a visit calls ``init(module)``; without
-    ``init``, the ``_init_weights(module)`` of the nearest module around that has one (Hugging Face's convention);
-    without that, the module's ``reset_parameters()``. Where the first leaves tensors of the module itself without
-    values, the others follow. A parameter keeps what the first module that owns it drew, and so do tied ones when
-    others own them too; a module around may write it again.
+    Modules with something in them that has no values are visited, children first, as ``model.apply()`` does. A visit
+    calls ``init(module)``; without ``init``, the ``_init_weights(module)`` of the nearest module around that has one
+    (Hugging Face's convention); without that, the module's ``reset_parameters()`` or ``init_weights()``. Where the
+    first leaves tensors of the module itself without values, the others follow. A parameter keeps what the first module
+    that owns it drew, and so do tied ones when others own them too; a module around may write it again. What has values
+    keeps them. What a constructor does beyond these methods is not repeated.
+
+    Numbers are drawn by every rank alike, so that the values are those of one process, for any number of ranks.
+    Collective where a module around writes to what a module inside initialised.
     """
     plain = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DistributedParameter)]
     if plain:
@@ -87,8 +91,7 @@ def run_init_method(parameter: DistributedParameter) -> None:
 @contextmanager
 def initializing() -> Iterator[None]:
     """Run code that initialises whole tensors: without gradients, and not on the meta device."""
-    device: AbstractContextManager[Any] = torch.device("cpu") if is_meta_default() else nullcontext()
-    with torch.no_grad(), reading_parts(), device:
+    with torch.no_grad(), reading_parts(), off_meta():
         yield
 
 
@@ -159,7 +162,9 @@ def _initializers(module: nn.Module, owner: nn.Module | None, init: ModuleInit |
     calls: list[ModuleInit] = [] if init is None else [init]
     if owner is not None:
         calls.append(owner._init_weights)  # type: ignore[arg-type]
-    resets = (name for name in ("reset_parameters", "_reset_parameters") if _takes(module, name, 0))
+    # Hugging Face's init_weights() initialises all modules inside, each by _init_weights(), which is called already.
+    names = ["reset_parameters", "_reset_parameters", *(["init_weights"] if owner is None else [])]
+    resets = (name for name in names if _takes(module, name, 0))
     return [*calls, *(operator.methodcaller(name) for name in resets)]
 
 

@@ -321,7 +321,9 @@ def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
     # torch gives a tensor no data of another kind, but two of them can change places under the objects that people hold.
     # Not by torch.utils.swap_tensors: it refuses a parameter with weak references, as nn.LSTM has to its own.
     other = torch.nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(parameter, other)
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
 class _Gather(torch.autograd.Function):

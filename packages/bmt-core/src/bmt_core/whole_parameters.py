@@ -4,9 +4,9 @@
 expects whole parameters and reaches them in any way: as attributes, by ``parameters()``, through ``.data``, one module
 on behalf of another. So nothing is put in their place beforehand. While such code runs, a mode sees the arguments of
 every torch function, and a distributed parameter among them becomes whole there and then: the same object, with a whole
-tensor for its data. It starts as NaN, which tells later what was written. When it is released it has its part again,
-with this rank's share of what was written. Every rank draws all numbers; nothing is communicated, unless something is
-rewritten that was released before.
+tensor for its data. What has no values starts as NaN, which tells later what was written; what has some is gathered, as
+code may read it. When it is released it has its part again, with this rank's share of what was written. Every rank draws
+all numbers; nothing is communicated, unless something is touched that was released before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Whole(NamedTuple):
     parameter: DistributedParameter
     part: torch.Tensor
     is_kept: bool  # whether what is written to it is
-    was_blank: bool
+    had_values: bool
     version: int  # before anything was written
 
 
@@ -93,13 +93,13 @@ class WholeParameters(TorchFunctionMode):
             self._release(next(iter(self._held)))
         part = parameter.data
         whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
-        if is_kept and key in self._filled:
+        had_values = has_values(parameter)  # the same on every rank: see [Note: blanks] in bmt_core.blank
+        if had_values:
             _gather(parameter, whole)
         else:
             poison(whole)
-        was_blank = not has_values(parameter)
         lend_data(parameter, whole)
-        self._held[key] = _Whole(parameter, part, is_kept, was_blank, parameter._version)
+        self._held[key] = _Whole(parameter, part, is_kept, had_values, parameter._version)
 
     def _release(self, key: int) -> None:
         held = self._held.pop(key)
@@ -108,14 +108,17 @@ class WholeParameters(TorchFunctionMode):
         lend_data(held.parameter, held.part)
         if held.is_kept and key in self._filled:
             held.part.copy_(held.parameter.local_part(whole))
-        elif held.was_blank:
+        elif not held.had_values:
             mark_blank(held.parameter)  # again, as its version has moved
 
     def _look(self, key: int, held: _Whole) -> None:
         if held.is_kept and key in self._filled:
             return
         parameter = held.parameter
-        is_written = not is_poisoned(parameter) if knows_nan(parameter) else parameter._version != held.version
+        if held.had_values or not knows_nan(parameter):
+            is_written = parameter._version != held.version
+        else:
+            is_written = not is_poisoned(parameter)
         if is_written:
             self._written.add(key)
             if held.is_kept:

@@ -28,8 +28,11 @@ def with_own_caches(arguments: Any) -> Any:
     return _copied(arguments) if _is_cache(arguments) else arguments
 
 
-def without_cache_in_training(module: nn.Module) -> None:
-    """Let ``module`` build no cache in training unless asked: it would keep keys and values of every layer until backward."""
+def without_cache_in_recomputation(module: nn.Module) -> None:
+    """Let ``module`` build no cache, unless asked, in training with blocks that recompute.
+
+    It would keep keys and values of every layer until backward, which recomputation is there to throw away.
+    """
     names = list(inspect.signature(module.forward).parameters)
     if "use_cache" in names and getattr(getattr(module, "config", None), "use_cache", False):
         module.register_forward_pre_hook(functools.partial(_no_cache, names.index("use_cache")), with_kwargs=True)
@@ -37,9 +40,14 @@ def without_cache_in_training(module: nn.Module) -> None:
 
 def _no_cache(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_said = len(args) > place or kwargs.get("use_cache") is not None
-    if is_said or not (module.training and torch.is_grad_enabled()):
+    if is_said or not (module.training and torch.is_grad_enabled() and _recomputes(module)):
         return None
     return args, {**kwargs, "use_cache": False}
+
+
+def _recomputes(module: nn.Module) -> bool:
+    states = (inner.__dict__.get("_bmt_block") for inner in module.modules())
+    return any(state is not None and state.use_checkpoint for state in states)
 
 
 def _is_cache(value: Any) -> bool:

@@ -14,7 +14,7 @@ from bmt_core.module_init import ModuleInit, initialize_blanks, make_unsaved_buf
 from bmt_core.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
 from bmt_core.runtime import current
 from bmt_zero.block import Block
-from bmt_zero.caches import without_cache_in_training
+from bmt_zero.caches import without_cache_in_recomputation
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -32,7 +32,7 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     ``_init_weights`` of Hugging Face models and ``reset_parameters`` of modules. ``init=False`` draws nothing, for a
     model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
     """
-    runtime = current()
+    place_buffers(model.modules(), current().device)  # all at once: those that several modules hold stay one tensor
     blocks = list(_outermost_list_members(model))
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):
@@ -45,8 +45,7 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     for module in _modules_outside(model):
         if module is model or module._parameters:
             extend(module, DistributedModule)
-        without_cache_in_training(module)
-    place_buffers(_modules_outside(model), runtime.device)
+        without_cache_in_recomputation(module)
     if init is False:
         make_unsaved_buffers(model)
         watch_for_values(model)
