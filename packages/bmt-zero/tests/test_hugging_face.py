@@ -10,11 +10,13 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from hf_models import MODELS, built, initialized_by_hugging_face, inputs, plain, sharded, wrapped
+from hf_models import MODELS, built, initialized_by_hugging_face, inputs, plain, sharded, train, wrapped
+from meta_models import MemoryMeter, whole_bytes
 from torch import nn
 from transformers import DynamicCache
 
-from bmt_core import runtime, save
+from bmt_core import load, runtime, save
+from bmt_core.errors import ConfigError
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
@@ -27,6 +29,7 @@ from bmt_zero import Block, BMTrainModelWrapper
         (1, "t5", (3,), True, True),
         (2, "gpt2", (3, 2), False, True),
         (2, "gpt2", (1, 3), True, False),
+        (2, "gpt2", (0, 3), True, True),
         (2, "llama", (3, 3), True, True),
         (2, "llama", (2, 0), False, False),
         (2, "t5", (3, 1), True, False),
@@ -35,6 +38,7 @@ from bmt_zero import Block, BMTrainModelWrapper
         (2, "mixtral", (3, 1), False, False),
         (4, "llama", (3, 2), True, False),
         (4, "mixtral", (3, 3), True, True),
+        (4, "t5", (0, 3), False, True),
     ],
 )
 def test_training_equals_plain_torch(
@@ -64,15 +68,68 @@ def test_values_from_meta_are_those_of_the_model_itself(name: str) -> None:
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
+def frozen_below(model: nn.Module) -> nn.Module:
+    """All but the last block and the final norm frozen, the tied embedding too: what a light fine-tuning trains."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("transformer.h.1", "transformer.ln_f")))
+    return model
+
+
+def fine_tuned(use_checkpoint: bool, from_level: int) -> dict[str, Any]:
+    model = frozen_below(wrapped("gpt2", (from_level, 3), use_checkpoint, True))
+    return train(model, [runtime.rank()], runtime.world_size())
+
+
+@pytest.mark.parametrize(("use_checkpoint", "first_level"), [(True, 3), (False, 0)])
+def test_frozen_parts_stay_and_the_others_train(use_checkpoint: bool, first_level: int) -> None:
+    expected = train(frozen_below(initialized_by_hugging_face("gpt2")), range(2), 2)
+    assert sum(grad is not None for grad in expected["grad"].values()) == 14
+    for result in run_ranks(fine_tuned, 2, use_checkpoint, first_level):
+        torch.testing.assert_close(result["grad"], expected["grad"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result["state"], expected["state"], rtol=1e-4, atol=1e-6)
+
+
+def memory(name: str) -> tuple[float, float]:
+    with MemoryMeter() as meter:
+        model = wrapped(name, (3,), True, True)
+    own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert own <= meter.current <= own + 512 * len(list(model.parameters()))  # parts begin at multiples of 512 bytes
+    block = max(whole_bytes(module) for module in model.modules() if isinstance(module, Block))
+    return (meter.peak - meter.current) / block, whole_bytes(model) / block
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_block_is_whole_at_a_time(name: str) -> None:
+    for blocks, model in run_ranks(memory, 4, name):
+        assert model > 2
+        assert 0.9 < blocks < 1.1
+
+
+def from_checkpoint(name: str, path: str) -> Any:
+    with torch.device("meta"):
+        model: Any = MODELS[name]()
+    BMTrainModelWrapper(model, init=False)
+    with pytest.raises(ConfigError, match="have no values"):
+        model(**inputs(0, 0, 1))
+    load(model, path)
+    return model.eval()(**inputs(0, 0, 1)).logits.detach(), dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_the_plain_model_fills_it(name: str, tmp_path: Path) -> None:
+    model: Any = built(name).eval()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    expected = model(**inputs(0, 0, 1)).logits.detach()
+    for logits, buffers in run_ranks(from_checkpoint, 2, name, str(tmp_path / "model.pt")):
+        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(buffers, dict(model.named_buffers()), rtol=0, atol=0)
+
+
 def caches(name: str) -> list[Any]:
-    """Loss and gradients with a cache that was asked for, and one that holds a prefix; then what came without asking."""
+    """Loss and gradients with a cache that was asked for, and one that holds a prefix."""
     model = wrapped(name, (3,), True, False)
     model.train()
-    found = with_caches(model)
-    assert model(**inputs(0, 0, 1)).past_key_values is None
-    with torch.no_grad():
-        assert model(**inputs(0, 0, 1)).past_key_values is not None
-    return found
+    return with_caches(model)
 
 
 def with_caches(model: nn.Module) -> list[Any]:
@@ -100,6 +157,25 @@ def test_recomputation_finds_the_cache_as_forward_found_it(name: str) -> None:
         for (loss, grads), (expected_loss, expected) in zip(results, with_caches(model), strict=True):
             torch.testing.assert_close(loss, expected_loss)
             torch.testing.assert_close([grad.flatten() for grad in grads], [grad.flatten() for grad in expected])
+
+
+def unasked(name: str) -> list[bool]:
+    """Whether a cache comes without asking: training without and with recomputation, and without gradients."""
+    model = wrapped(name, (3,), False, False)
+    model.train()
+    found = [model(**inputs(0, 0, 1)).past_key_values is not None]
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
+    blocks[-1]._use_checkpoint = True  # one is enough
+    found.append(model(**inputs(0, 0, 1)).past_key_values is not None)
+    with torch.no_grad():
+        found.append(model(**inputs(0, 0, 1)).past_key_values is not None)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_cache_is_built_where_blocks_recompute(name: str) -> None:
+    assert built(name).train()(**inputs(0, 0, 1)).past_key_values is not None
+    assert run_ranks(unasked, 1, name) == [[True, False, True]]
 
 
 def switches() -> list[list[bool]]:
