@@ -94,15 +94,16 @@ def memory(name: str) -> tuple[float, float]:
         model = wrapped(name, (3,), True, True)
     own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert own <= meter.current <= own + 512 * len(list(model.parameters()))  # parts begin at multiples of 512 bytes
-    block = max(whole_bytes(module) for module in model.modules() if isinstance(module, Block))
+    blocks = [module._bmt_block for module in model.modules() if isinstance(module, Block)]
+    block = max(sum(flat.full_bytes for flat in state.flats) for state in blocks)
     return (meter.peak - meter.current) / block, whole_bytes(model) / block
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_block_is_whole_at_a_time(name: str) -> None:
     for blocks, model in run_ranks(memory, 4, name):
-        assert model > 2
-        assert 0.9 < blocks < 1.1
+        assert model > 1.8
+        assert 0.75 < blocks < 1.02
 
 
 def from_checkpoint(name: str, path: str) -> Any:
