@@ -1,8 +1,9 @@
 """Key-value caches among the arguments of a block: objects that the block changes, and that recomputation must not.
 
-A cache, as Hugging Face's models pass it from layer to layer, is an object that answers ``get_seq_length()``. A block
-appends its keys and values to it. Recomputed with the same object, the block would find its own entries there; so it
-gets a copy of the cache as it was before forward. The tensors in it are shared, for caches replace them.
+A cache, as Hugging Face's models pass it from layer to layer, is an object that answers ``get_seq_length()`` or, for
+linear attention, ``update_conv_state()``. A block appends its keys and values to it. Recomputed with the same object, the
+block would find its own entries there; so it gets a copy of the cache as it was before forward. The tensors in it are
+shared where the cache replaces them; one that writes to them says so by ``is_compileable``, and its tensors are copied.
 """
 
 from __future__ import annotations
@@ -51,16 +52,18 @@ def _recomputes(module: nn.Module) -> bool:
 
 
 def _is_cache(value: Any) -> bool:
-    return callable(getattr(value, "get_seq_length", None)) and not isinstance(value, (torch.Tensor, nn.Module, type))
+    known = any(callable(getattr(value, name, None)) for name in ("get_seq_length", "update_conv_state"))
+    return known and not isinstance(value, (torch.Tensor, nn.Module, type))
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, is_written: bool = False) -> Any:
     if _is_cache(value):
         made = copy.copy(value)
-        made.__dict__.update({name: _copied(held) for name, held in vars(value).items()})
+        is_written = bool(getattr(value, "is_compileable", False))
+        made.__dict__.update({name: _copied(held, is_written) for name, held in vars(value).items()})
         return made
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(_copied(item, is_written) for item in value)
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return value
+        return {key: _copied(item, is_written) for key, item in value.items()}
+    return value.clone() if is_written and isinstance(value, torch.Tensor) else value
