@@ -65,11 +65,11 @@ class Model(nn.Module):
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Bytes of the storages that operations made while it was entered, looked at after each: the last, and the most."""
+    """Bytes of the storages that operations made while it was entered: those that live, and the most after any operation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.current = self.peak = 0
+        self.peak = 0
         self._made: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,13 +78,22 @@ class MemoryMeter(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self._made[storage._cdata] = weakref.ref(storage)
-        alive = [storage for found in self._made.values() if (storage := found()) is not None]
-        self.current = sum(storage.nbytes() for storage in alive)  # a storage may have been resized since
         self.peak = max(self.peak, self.current)
         return result
+
+    @property
+    def current(self) -> int:
+        """Bytes that live now; a storage may have been resized since it was made."""
+        return sum(storage.nbytes() for found in self._made.values() if (storage := found()) is not None)
 
 
 def whole_bytes(module: nn.Module) -> int:
     """Bytes of the parameters of ``module``, whole."""
     parameters = [p for p in module.parameters() if isinstance(p, DistributedParameter)]
     return sum(p.full_shape.numel() * p.dtype.itemsize for p in parameters)
+
+
+def kept_bytes(module: nn.Module) -> int:
+    """Bytes of the storages that parameters and buffers lie in: a block's flat shards with their padding."""
+    storages = [tensor.untyped_storage() for tensor in (*module.parameters(), *module.buffers())]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

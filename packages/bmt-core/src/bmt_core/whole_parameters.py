@@ -47,6 +47,7 @@ class WholeParameters(TorchFunctionMode):
         self._written: set[int] = set()
         self._settled: set[int] = set()
         self._held: dict[int, _Whole] = {}
+        self._piece: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
@@ -95,11 +96,26 @@ class WholeParameters(TorchFunctionMode):
         whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
         had_values = has_values(parameter)  # the same on every rank: see [Note: blanks] in bmt_core.blank
         if had_values:
-            _gather(parameter, whole)
+            self._gather(parameter, whole)
         else:
             poison(whole)
         lend_data(parameter, whole)
         self._held[key] = _Whole(parameter, part, is_kept, had_values, parameter._version)
+
+    def _gather(self, parameter: DistributedParameter, whole: torch.Tensor) -> None:
+        # Every element is zero on all ranks but one. gather_like() would need memory for many parts beside the whole; and
+        # a communicator may hold what it is given for a moment after its work, so it gets small pieces, in one buffer.
+        parameter.local_part(whole.zero_()).copy_(parameter.detach())
+        if parameter.replicas == parameter.group.size:
+            return
+        if self._piece is None:
+            length = min(_LONGEST_PIECE, max(_SHORTEST_PIECE, self._budget // 16)) // 16 * 16
+            self._piece = torch.empty(length, dtype=torch.uint8, device=whole.device)
+        buffer = self._piece.view(whole.dtype)
+        for piece in torch.split(whole.view(-1), len(buffer)):
+            summed = buffer[: len(piece)].copy_(piece)
+            parameter.group.all_reduce(summed).wait()
+            piece.copy_(summed)
 
     def _release(self, key: int) -> None:
         held = self._held.pop(key)
@@ -134,8 +150,4 @@ def _bytes(held: _Whole) -> int:
     return whole_bytes(held.parameter)
 
 
-def _gather(parameter: DistributedParameter, whole: torch.Tensor) -> None:
-    # Every element is zero on all ranks but one. gather_like() would need memory for many parts beside the whole.
-    parameter.local_part(whole.zero_()).copy_(parameter.detach())
-    if parameter.replicas != parameter.group.size:
-        parameter.group.all_reduce(whole).wait()
+_SHORTEST_PIECE, _LONGEST_PIECE = 2**8, 2**24  # bytes
