@@ -258,7 +258,7 @@ def losses() -> list[str]:
     messages.append(str(caught.value))
     with torch.device("meta"):
         model = BMTrainModelWrapper(Losing(), init=False)
-    for module in (model, model.layers[0], model.layers[1]):
+    for module in (model, model.layers[0], model.layers[1], model.last):
         with pytest.raises(ConfigError) as caught:
             module(torch.ones(4))
         messages.append(str(caught.value))
@@ -266,7 +266,7 @@ def losses() -> list[str]:
 
 
 def test_what_would_have_no_values_is_named_when_wrapping_and_at_the_first_use() -> None:
-    for wrapped, called, first, second in run_ranks(losses, 4):
+    for wrapped, called, first, second, outside in run_ranks(losses, 4):
         assert wrapped.startswith(
             "Parameters layers.1.gain, last.gain and buffers layers.1.rotation, layers.1.mask, last.rotation, last.mask"
             " have no values after initialisation."
@@ -275,6 +275,7 @@ def test_what_would_have_no_values_is_named_when_wrapping_and_at_the_first_use()
         assert called.startswith("Parameters layers.0.weight, layers.0.bias, layers.1.gain, last.gain and buffers")
         assert first.startswith("Parameters weight, bias of Block[Linear] have no values")
         assert second.startswith("Parameters gain and buffers rotation, mask of Block[Lost] have no values")
+        assert outside.startswith("A parameter of shape (4,) has no values")
 
 
 def loads(path: str, how: str) -> Any:
