@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bmt_core.blank import is_watched, place_buffers, require_values, watch_for_values
 from bmt_core.config import ReduceDtype, check_reduce_dtype, check_zero_level
@@ -15,6 +16,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.module import extend, reduce_extended, refuse_assign, replace_by_part, whole_value
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
+from bmt_zero.nested import tensors_in
 from bmt_zero.state import BlockState
 
 Mode = Literal["BLOCK", "PIPE"]
@@ -95,8 +97,10 @@ class Block(nn.Module):
         """Run the inner module on whole parameters; takes every argument that it takes."""
         if not self._bmt_block.running:
             return self(*args, **kwargs)
-        if self._bmt_block.compile:
-            return compiled_forward(type(self).__dict__["_bmt_extends"][1])(self, *args, **kwargs)
+        state = self._bmt_block
+        if state.compile:
+            recomputes = state.use_checkpoint and torch.is_grad_enabled()
+            return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     @property
@@ -172,7 +176,21 @@ CheckpointBlock = Block
 
 
 @functools.cache
-def compiled_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the compiled ``forward`` of modules of class ``kind``."""
-    compiled: Callable[..., Any] = torch.compile(kind.forward)
+def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
+    """Return the compiled ``forward`` of modules of class ``kind``.
+
+    What is recomputed is compiled too: so the compiler sees what backward needs, and makes no more of it.
+    """
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not recomputes:
+            return kind.forward(module, *args, **kwargs)
+
+        def again(*tensors: torch.Tensor) -> Any:
+            return kind.forward(module, *args, **kwargs)
+
+        # The tensors are passed for their devices, whose random state torch keeps where it does not compile.
+        return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
+
+    compiled: Callable[..., Any] = torch.compile(forward)
     return compiled
