@@ -2,6 +2,16 @@
 
 from bmt_core.ops.host_flag import HostFlag
 from bmt_core.ops.provider import KernelProvider
+from bmt_core.ops.remainder import read_master, remainder_for
 from bmt_core.ops.table import OPERATIONS, REFERENCE, Kernels, choose_kernels
 
-__all__ = ["OPERATIONS", "REFERENCE", "HostFlag", "KernelProvider", "Kernels", "choose_kernels"]
+__all__ = [
+    "OPERATIONS",
+    "REFERENCE",
+    "HostFlag",
+    "KernelProvider",
+    "Kernels",
+    "choose_kernels",
+    "read_master",
+    "remainder_for",
+]
