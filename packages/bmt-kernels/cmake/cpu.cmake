@@ -6,6 +6,7 @@ pybind11_add_module(
   _cpu NO_EXTRAS
   csrc/cpu/module.cpp
   csrc/cpu/adam.cpp
+  csrc/cpu/casts.cpp
   csrc/cpu/cross_entropy.cpp
   csrc/cpu/gradients.cpp
   csrc/cpu/kernels_portable.cpp

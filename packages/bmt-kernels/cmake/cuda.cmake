@@ -30,6 +30,7 @@ pybind11_add_module(
   csrc/cuda/module.cpp
   csrc/cuda/adam.cu
   csrc/cuda/architectures.cu
+  csrc/cuda/casts.cu
   csrc/cuda/cross_entropy.cu
   csrc/cuda/gradients.cu
 )

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.ops import Kernels, reference
+from bmt_core.ops import Kernels, read_master, reference
+from bmt_core.ops.remainder import split_master
 from bmt_kernels import CpuKernels, CudaKernels
 from bmt_kernels.provider import CompiledKernels
 
@@ -35,27 +36,12 @@ USUAL: dict[str, Any] = {
 Columns = list[list[Any]]
 
 
-def split(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A finite float32 weight as a bfloat16 parameter and the 16 bits that it lacks, in integer arithmetic."""
-    bits = weight.view(torch.int32).long() & 0xFFFFFFFF
-    upper = (bits + 0x8000) >> 16 & 0xFFFF
-    lower = bits & 0xFFFF
-    as_int16 = [torch.where(half >= 0x8000, half - 0x10000, half).short() for half in (upper, lower)]
-    return as_int16[0].view(torch.bfloat16), as_int16[1]
-
-
-def joined(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    upper = (param.view(torch.int16).long() & 0xFFFF) - (remainder < 0).long()
-    bits = (upper << 16 | (remainder.long() & 0xFFFF)) & 0xFFFFFFFF
-    return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
-
-
 def weights(columns: Columns) -> list[torch.Tensor]:
     """The float32 weights, whatever their form."""
     found = []
     for param, master in zip(columns[0], columns[4], strict=True):
         is_remainder = master is not None and master.dtype == torch.int16
-        found.append(joined(param, master) if is_remainder else param if master is None else master)
+        found.append(read_master(param, master) if is_remainder else param if master is None else master)
     return found
 
 
@@ -74,7 +60,7 @@ def make(
     for size in sizes:
         weight, grads, mean, square = (torch.randn(size, generator=generator) for _ in range(4))
         if form == "remainder":
-            param, master = split(weight)
+            param, master = split_master(weight)
         else:
             param, master = weight.to(PARAM[form]), (None if form == "plain" else weight)
         row = [param, grads.to(grad), mean, square.abs(), master]
@@ -234,12 +220,29 @@ def test_remainder_keeps_every_bit_of_a_weight(kernels: CompiledKernels, device:
     weight = bits.view(torch.float32)
     weight = torch.where(weight.isfinite(), weight, 1.0).to(device)
     columns = make("remainder", [len(weight)], torch.float32, device)
-    columns[0][0], columns[4][0] = split(weight)
-    assert same([joined(columns[0][0], columns[4][0])], [weight])
+    columns[0][0], columns[4][0] = split_master(weight)
+    expected = [columns[0][0].clone(), columns[4][0].clone()]
     kernels.adam_step(*columns, **{**USUAL, "lr": 0.0, "weight_decay": 0.0})
-    assert torch.equal(joined(columns[0][0], columns[4][0]), weight)
-    assert torch.equal(columns[0][0].view(torch.int16), split(weight)[0].view(torch.int16))
+    assert same([columns[0][0], columns[4][0]], expected)
     assert columns[0][0][1] == 1 + 2**-7, "a tie is rounded away from zero"
+    assert columns[0][0][4] == math.inf, "beyond the largest bfloat16, and kept exactly"
+
+
+def test_remainder_of_a_parameter_that_was_written_is_read_as_the_reference_reads_it(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
+    """Every parameter with remainders it may have been left with: what would be NaN means the parameter alone."""
+    remainders = torch.tensor([0, 1, -1, 2**15 - 1, -(2**15), 77, -77], dtype=torch.int16, device=device)
+    params = torch.arange(-(2**15), 2**15, device=device).short().view(torch.bfloat16)
+    params, remainders = params.repeat_interleave(len(remainders)), remainders.repeat(len(params))
+    columns = make("remainder", [len(params)], torch.float32, device)
+    master = read_master(params, remainders)
+    columns[0][0], columns[4][0] = params.clone(), remainders.clone()
+    columns[1][0].zero_()
+    columns[2][0].zero_()
+    expected = split_master(master)
+    kernels.adam_step(*columns, **{**USUAL, "lr": 0.0, "weight_decay": 0.0})
+    assert same([columns[0][0], columns[4][0]], list(expected))
 
 
 def test_remainder_of_what_is_not_finite(kernels: CompiledKernels, device: torch.device) -> None:
@@ -249,9 +252,10 @@ def test_remainder_of_what_is_not_finite(kernels: CompiledKernels, device: torch
     columns[1][0][2::3] = math.nan
     kernels.adam_step(*columns, **USUAL)
     param, remainder = columns[0][0], columns[4][0]
-    assert param[:2].isnan().all(), "inf plus weight_decay * inf over inf"
-    assert param[2::3].isnan().all() and remainder[2::3].eq(0).all()
-    assert param[3::3].isfinite().all()
+    is_nan = param.isnan()
+    assert is_nan[:2].all(), "inf plus weight_decay * inf over inf"
+    assert is_nan[2::3].all() and not is_nan[3::3].any()
+    assert param.view(torch.int16)[is_nan].eq(0x7FC0).all() and remainder[is_nan].eq(0).all()
     columns = make("remainder", [40], torch.float32, device)
     columns[0][0][:], columns[4][0][:] = 3e38, 0
     kernels.adam_step(*columns, **{**USUAL, "lr": -1e39, "weight_decay": 0.0, "step": 100})
@@ -466,7 +470,7 @@ def test_more_elements_than_32_bits_count() -> None:
     remainder = torch.zeros(size, dtype=torch.int16, device=device)
     CudaKernels().adam_step([param], [grad], [mean], [square], [remainder], **{**USUAL, "step": 1, "weight_decay": 0.0})
     for part in (slice(0, 5), slice(2**31 - 3, 2**31 + 3), slice(size - 5, size)):
-        torch.testing.assert_close(joined(param[part], remainder[part]).cpu(), torch.full_like(mean[part], 0.99).cpu())
+        torch.testing.assert_close(read_master(param[part], remainder[part]).cpu(), torch.full_like(mean[part], 0.99).cpu())
         torch.testing.assert_close(mean[part].cpu(), torch.full_like(mean[part], 0.1).cpu())
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_core.loss import FusedCrossEntropy, cross_entropy
 from bmt_core.ops import Kernels, reference
-from bmt_kernels import row_max, softmax_, sum_exp
+from bmt_kernels import cross_entropy_backward_, row_max, softmax_, sum_exp
 from bmt_kernels.cross_entropy import write_gradient
 from bmt_kernels.provider import CompiledKernels
 
@@ -263,6 +263,28 @@ def test_pieces_refuse_what_does_not_fit(device: torch.device) -> None:
     with pytest.raises(TypeError, match="log_sum must be of dtype torch.float32"):
         softmax_(logits, row, row.half())
     assert sum_exp(torch.full_like(logits, -math.inf), row.fill_(-math.inf)).eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_gradient_takes_the_place_of_the_logits(device: torch.device, dtype: torch.dtype) -> None:
+    for is_transposed in (False, True):
+        logits, target, weight = data(5, 70, dtype, device)
+        logits = logits.t().contiguous().t() if is_transposed else logits
+        largest, log_sum, _, _ = reference.cross_entropy_forward(logits, target)
+        factors = (largest, log_sum, largest.cos(), largest.sin(), largest.cos() / 70)
+        expected = reference.cross_entropy_backward(logits.double(), target, *map(torch.Tensor.double, factors), weight=weight)
+        assert cross_entropy_backward_(logits, target, *factors, weight=weight) is logits
+        close(logits, expected, dtype)
+
+
+def test_gradient_shares_memory_with_nothing_but_the_logits(device: torch.device) -> None:
+    logits, target = torch.zeros(1, 70, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    one, before = torch.ones(1, device=device), logits.clone()
+    with pytest.raises(ValueError, match=r"share memory, and one of them is written"):
+        cross_entropy_backward_(logits, target, logits[0, 3:4], one, one, one, None)
+    with pytest.raises(ValueError, match=r"gradient\[0\] and weight\[0\] share memory"):
+        cross_entropy_backward_(logits, target, one, one, one, one, one, weight=logits[0])
+    assert torch.equal(logits, before)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/adam.h"
+#include "common/casts.h"
 #include "common/element.h"
 #include "common/overlap.h"
 #include "common/tensor.h"
@@ -37,6 +38,13 @@ inline void check_lengths(std::size_t expected, std::initializer_list<std::size_
                                         std::to_string(expected));
         }
     }
+}
+
+inline Element checked_element(int element) {
+    if (element < 0 || element > static_cast<int>(Element::bfloat16)) {
+        throw std::invalid_argument("no element type has number " + std::to_string(element));
+    }
+    return static_cast<Element>(element);
 }
 
 inline std::vector<AdamRow> adam_rows(Form form, Element grad, const Addresses& params, const Addresses& grads,
@@ -68,13 +76,6 @@ inline std::vector<AdamRow> adam_rows(Form form, Element grad, const Addresses& 
     return rows;
 }
 
-inline Element checked_element(int element) {
-    if (element < 0 || element > static_cast<int>(Element::bfloat16)) {
-        throw std::invalid_argument("no element type has number " + std::to_string(element));
-    }
-    return static_cast<Element>(element);
-}
-
 // `weights` may be empty.
 inline std::vector<Tensor> tensors(const Addresses& addresses, const Sizes& numels, const std::vector<int>& elements,
                                    const std::vector<double>& weights) {
@@ -86,6 +87,27 @@ inline std::vector<Tensor> tensors(const Addresses& addresses, const Sizes& nume
             found.push_back({pointer<void>(addresses[i]), numels[i], element, weights.empty() ? 1.0 : weights[i]});
         }
     }
+    return found;
+}
+
+inline std::vector<Cast> casts(const Addresses& sources, const std::vector<int>& from, const Addresses& targets,
+                               const std::vector<int>& to, const Sizes& numels) {
+    check_lengths(numels.size(), {sources.size(), from.size(), targets.size(), to.size()});
+    MemoryUse memory;
+    std::vector<Cast> found;
+    for (std::size_t i = 0; i < numels.size(); ++i) {
+        const Cast one{pointer<const void>(sources[i]), pointer<void>(targets[i]), numels[i], checked_element(from[i]),
+                       checked_element(to[i])};
+        if (one.from == Element::float64 || one.to == Element::float64) {
+            throw std::invalid_argument("cast has no kernel for float64");
+        }
+        memory.add("sources", i, sources[i], one.numel * size_of(one.from), false);
+        memory.add("targets", i, targets[i], one.numel * size_of(one.to), true);
+        if (one.numel != 0) {
+            found.push_back(one);
+        }
+    }
+    memory.check("cast");
     return found;
 }
 

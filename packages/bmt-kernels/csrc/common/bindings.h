@@ -25,6 +25,11 @@ inline void call_adam_step(int form_number, int grad_number, const Addresses& pa
     }
 }
 
+inline void call_cast(const Addresses& sources, const std::vector<int>& from, const Addresses& targets,
+                      const std::vector<int>& to, const Sizes& numels, const Numbers& where) {
+    cast(casts(sources, from, targets, to, numels), Where(where));
+}
+
 inline void call_has_non_finite(const Addresses& addresses, const Sizes& numels, const std::vector<int>& elements,
                                 std::uintptr_t flag, const Numbers& where) {
     has_non_finite(tensors(addresses, numels, elements, {}), pointer<std::uint8_t>(flag), Where(where));
@@ -73,13 +78,41 @@ inline void call_cross_entropy_forward(std::uintptr_t address, int element, cons
                           Where(where));
 }
 
+// The gradient may take the place of the logits, row for row, and may share memory with nothing else.
+inline void check_gradient(const Logits& logits, std::uintptr_t target, std::uintptr_t weight, const Addresses& factors,
+                           std::uintptr_t gradient, std::int64_t gradient_stride) {
+    if (logits.rows > 1 && (gradient_stride < logits.classes || logits.stride < 0)) {
+        throw std::invalid_argument("cross_entropy_backward: rows of the gradient overlap");
+    }
+    const auto reach = [&](std::int64_t stride) {
+        const std::int64_t elements = logits.rows == 0 ? 0 : (logits.rows - 1) * stride + logits.classes;
+        return static_cast<std::size_t>(elements) * size_of(logits.element);
+    };
+    const auto rows = static_cast<std::size_t>(logits.rows);
+    const auto address = reinterpret_cast<std::uintptr_t>(logits.address);
+    MemoryUse memory;
+    memory.add("gradient", 0, gradient, reach(gradient_stride), true);
+    if (address != gradient || logits.stride != gradient_stride) {
+        memory.add("logits", 0, address, reach(logits.stride), false);
+    }
+    memory.add("target", 0, target, rows * 8, false);
+    memory.add("weight", 0, weight, static_cast<std::size_t>(logits.classes) * 4, false);
+    for (std::size_t i = 0; i < factors.size(); ++i) {
+        constexpr const char* names[] = {"row_max", "log_sum", "total", "hit", "spread"};
+        memory.add(names[i], 0, factors[i], rows * 4, false);
+    }
+    memory.check("cross_entropy_backward");
+}
+
 // `factors` are the addresses of row_max, log_sum, total, hit and spread.
 inline void call_cross_entropy_backward(std::uintptr_t address, int element, const std::vector<std::int64_t>& sizes,
                                         std::uintptr_t target, std::int64_t first_class, std::uintptr_t weight,
                                         const Addresses& factors, std::uintptr_t gradient,
                                         std::int64_t gradient_stride, const Numbers& where) {
     check_lengths(5, {factors.size()});
-    cross_entropy_backward(checked_logits(address, element, sizes),
+    const Logits logits = checked_logits(address, element, sizes);
+    check_gradient(logits, target, weight, factors, gradient, gradient_stride);
+    cross_entropy_backward(logits,
                            {pointer<const std::int64_t>(target), first_class},
                            {pointer<const float>(factors[0]), pointer<const float>(factors[1]),
                             pointer<const float>(factors[2]), pointer<const float>(factors[3]),
@@ -92,6 +125,7 @@ inline void bind_operations(py::module_& module) {
     bind_adam_settings(module);
     module.attr("POWERS_SUM_WORKSPACE") = powers_sum_workspace;
     module.def("adam_step", call_adam_step, without_gil);
+    module.def("cast", call_cast, without_gil);
     module.def("has_non_finite", call_has_non_finite, without_gil);
     module.def("powers_sum", call_powers_sum, without_gil);
     module.def("scale_", call_scale, without_gil);

@@ -27,7 +27,7 @@ struct Targets {
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
-inline std::int64_t column_of(std::int64_t target, std::int64_t first_class, std::int64_t classes) {
+static inline std::int64_t column_of(std::int64_t target, std::int64_t first_class, std::int64_t classes) {
     const std::uint64_t column = static_cast<std::uint64_t>(target) - static_cast<std::uint64_t>(first_class);
     return column < static_cast<std::uint64_t>(classes) ? static_cast<std::int64_t>(column) : classes;
 }

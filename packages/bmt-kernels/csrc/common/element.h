@@ -24,10 +24,11 @@ inline std::size_t size_of(Element element) {
 // [Note: weight forms]
 // plain:     the parameter is the float32 weight.
 // master:    a half parameter is the rounded copy of a float32 master.
-// remainder: a bfloat16 parameter and 16 more bits are one float32 weight, exactly. With `bits` those of the weight,
-//            parameter = (bits + 0x8000) >> 16 (so it is the weight rounded to nearest, ties away from zero) and
-//            remainder = low half of bits. A negative remainder tells that the parameter was rounded up. Infinities have
-//            remainder 0, and NaN is quiet with remainder 0, because rounding would carry into the sign.
+// remainder: a bfloat16 parameter and 16 more bits are one float32 weight, exactly; [Note: compact master] in
+//            bmt_core/ops/remainder.py has the rule and its reasons. With `bits` those of the weight,
+//            parameter = (bits + 0x8000) >> 16 (the weight rounded to nearest, ties away from zero) and remainder = the low
+//            half of bits, which as a signed number is what the weight's bits are beyond the parameter's. Written, every NaN is
+//            one quiet NaN with remainder 0. Read, what would be NaN means the parameter alone.
 enum class Form : int { plain = 0, master_float16 = 1, master_bfloat16 = 2, remainder = 3 };
 
 }  // namespace bmt

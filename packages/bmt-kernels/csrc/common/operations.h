@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/adam.h"
+#include "common/casts.h"
 #include "common/cross_entropy.h"
 #include "common/element.h"
 #include "common/power.h"
@@ -18,6 +19,8 @@ class Where;
 
 void adam_step(Form form, Element grad, const std::vector<AdamRow>& rows, const AdamSettings& settings,
                const Where& where);
+
+void cast(const std::vector<Cast>& casts, const Where& where);
 
 // Sets *flag to 1 or leaves it.
 void has_non_finite(const std::vector<Tensor>& tensors, std::uint8_t* flag, const Where& where);

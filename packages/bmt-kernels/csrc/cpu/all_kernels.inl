@@ -2,13 +2,14 @@
 #pragma once
 
 #include "cpu/adam.inl"
+#include "cpu/casts.inl"
 #include "cpu/cross_entropy.inl"
 #include "cpu/gradients.inl"
 
 namespace bmt::BMT_ISA {
 
 static constexpr Kernels all(const char* name) {
-    return {name, adam, has_non_finite, power_sum, scale, cross_entropy_forward, cross_entropy_backward};
- }
+    return {name, adam, cast, has_non_finite, power_sum, scale, cross_entropy_forward, cross_entropy_backward};
+}
 
 }  // namespace bmt::BMT_ISA

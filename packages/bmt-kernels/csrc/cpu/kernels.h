@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/adam.h"
+#include "common/casts.h"
 #include "common/cross_entropy.h"
 #include "common/element.h"
 #include "common/power.h"
@@ -20,6 +21,7 @@ struct Kernels {
     void (*adam)(Form, Element grad, const AdamRow&, std::size_t begin, std::size_t end, const AdamSettings&,
                  SquareRoot* root);
     // Elements begin to end of one tensor.
+    void (*cast)(const Cast&, std::size_t begin, std::size_t end);
     bool (*has_non_finite)(Element, const void*, std::size_t begin, std::size_t end);
     double (*power_sum)(Element, const void*, std::size_t begin, std::size_t end, Power, double p);
     void (*scale)(Element, void*, std::size_t begin, std::size_t end, float factor);

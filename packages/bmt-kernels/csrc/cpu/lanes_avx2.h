@@ -16,9 +16,10 @@ struct Lanes {
     static Lanes load(const Float16* p) { return {_mm256_cvtph_ps(halves(p))}; }
     static Lanes load(const BFloat16* p) { return {_mm256_castsi256_ps(_mm256_slli_epi32(widened(p), 16))}; }
     static Lanes load(const BFloat16* param, const std::uint16_t* remainder) {
-        const __m256i low = widened(remainder);
-        const __m256i upper = _mm256_sub_epi32(widened(param), _mm256_srli_epi32(low, 15));
-        return {_mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(upper, 16), low))};
+        const Lanes upper = load(param);
+        const __m256i low = _mm256_cvtepi16_epi32(halves(remainder));
+        const Lanes sum = {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(upper.v), low))};
+        return {_mm256_blendv_ps(sum.v, upper.v, _mm256_castsi256_ps(sum.is_nan()))};
     }
 
     void store(float* p) const { _mm256_storeu_ps(p, v); }
@@ -34,15 +35,10 @@ struct Lanes {
         store_narrowed(p, _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, is_nan()));
     }
     void store(BFloat16* param, std::uint16_t* remainder) const {
-        const __m256i bits = _mm256_castps_si256(v);
-        const __m256i exponent = _mm256_set1_epi32(0x7f800000);
-        const __m256i is_special = _mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), exponent);
-        const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)), 16);
-        const __m256i quiet = _mm256_and_si256(is_nan(), _mm256_set1_epi32(0x40));
-        const __m256i special = _mm256_or_si256(_mm256_srli_epi32(bits, 16), quiet);
-        const __m256i low = _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
-        store_narrowed(param, _mm256_blendv_epi8(rounded, special, is_special));
-        store_narrowed(remainder, _mm256_andnot_si256(is_special, low));
+        const __m256i bits = _mm256_blendv_epi8(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fc00000), is_nan());
+        const __m256i rounded = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+        store_narrowed(param, _mm256_srli_epi32(rounded, 16));
+        store_narrowed(remainder, _mm256_and_si256(bits, _mm256_set1_epi32(0xffff)));
     }
 
     float sum() const {

@@ -18,9 +18,10 @@ struct Lanes {
     static Lanes load(const Float16* p) { return {_mm512_cvtph_ps(halves(p))}; }
     static Lanes load(const BFloat16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(widened(p), 16))}; }
     static Lanes load(const BFloat16* param, const std::uint16_t* remainder) {
-        const __m512i low = widened(remainder);
-        const __m512i upper = _mm512_sub_epi32(widened(param), _mm512_srli_epi32(low, 15));
-        return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(upper, 16), low))};
+        const Lanes upper = load(param);
+        const __m512i low = _mm512_cvtepi16_epi32(halves(remainder));
+        const Lanes sum = {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(upper.v), low))};
+        return {_mm512_mask_mov_ps(sum.v, sum.is_nan(), upper.v)};
     }
 
     void store(float* p) const { _mm512_storeu_ps(p, v); }
@@ -36,14 +37,9 @@ struct Lanes {
         store_narrowed(p, _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), is_nan(), quiet));
     }
     void store(BFloat16* param, std::uint16_t* remainder) const {
-        const __m512i bits = _mm512_castps_si512(v);
-        const __m512i exponent = _mm512_set1_epi32(0x7f800000);
-        const __mmask16 is_special = _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent);
-        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16);
-        const __m512i upper = _mm512_srli_epi32(bits, 16);
-        const __m512i special = _mm512_mask_or_epi32(upper, is_nan(), upper, _mm512_set1_epi32(0x40));
-        store_narrowed(param, _mm512_mask_mov_epi32(rounded, is_special, special));
-        store_narrowed(remainder, _mm512_mask_mov_epi32(bits, is_special, _mm512_setzero_si512()));
+        const __m512i bits = _mm512_mask_mov_epi32(_mm512_castps_si512(v), is_nan(), _mm512_set1_epi32(0x7fc00000));
+        store_narrowed(param, _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16));
+        store_narrowed(remainder, bits);
     }
 
     float sum() const { return _mm512_reduce_add_ps(v); }

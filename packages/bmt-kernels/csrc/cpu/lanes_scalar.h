@@ -68,16 +68,16 @@ static inline std::uint16_t float16_bits(float x) {
 
 // See [Note: weight forms].
 static inline float joined(std::uint16_t param, std::uint16_t remainder) {
-    const std::uint32_t upper = static_cast<std::uint32_t>(param) - (remainder >> 15);
-    return bits_as<float>(upper << 16 | remainder);
+    const std::uint32_t upper = static_cast<std::uint32_t>(param) << 16;
+    const std::uint32_t bits = upper - (static_cast<std::uint32_t>(remainder & 0x8000u) << 1) + remainder;
+    return bits_as<float>((bits & 0x7fffffffu) > 0x7f800000u ? upper : bits);
 }
 
 static inline void split(float weight, std::uint16_t* param, std::uint16_t* remainder) {
-    const auto bits = bits_as<std::uint32_t>(weight);
-    const bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    *param = static_cast<std::uint16_t>(is_finite ? (bits + 0x8000u) >> 16 : bits >> 16 | (is_nan ? 0x40u : 0u));
-    *remainder = static_cast<std::uint16_t>(is_finite ? bits : 0u);
+    auto bits = bits_as<std::uint32_t>(weight);
+    bits = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : bits;
+    *param = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    *remainder = static_cast<std::uint16_t>(bits);
 }
 
 struct Lane {

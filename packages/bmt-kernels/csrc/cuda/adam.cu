@@ -31,16 +31,15 @@ struct ParamOf<Form::master_float16> {
 
 // See [Note: weight forms].
 __device__ float joined(BFloat16 param, std::uint16_t remainder) {
-    const std::uint32_t upper = static_cast<std::uint32_t>(param.bits) - (remainder >> 15);
-    return __uint_as_float(upper << 16 | remainder);
+    const std::uint32_t upper = static_cast<std::uint32_t>(param.bits) << 16;
+    const float sum = __uint_as_float(upper + static_cast<std::uint32_t>(static_cast<std::int16_t>(remainder)));
+    return isnan(sum) ? __uint_as_float(upper) : sum;
 }
 
 __device__ void split(float weight, BFloat16* param, std::uint16_t* remainder) {
-    const std::uint32_t bits = __float_as_uint(weight);
-    const bool is_finite = (bits & 0x7f800000u) != 0x7f800000u;
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    param->bits = static_cast<std::uint16_t>(is_finite ? (bits + 0x8000u) >> 16 : bits >> 16 | (is_nan ? 0x40u : 0u));
-    *remainder = static_cast<std::uint16_t>(is_finite ? bits : 0u);
+    const std::uint32_t bits = isnan(weight) ? 0x7fc00000u : __float_as_uint(weight);
+    param->bits = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    *remainder = static_cast<std::uint16_t>(bits);
 }
 
 template <Form form, int count>

@@ -31,6 +31,17 @@ class Binary(Protocol):
         /,
     ) -> None: ...
 
+    def cast(
+        self,
+        sources: Addresses,
+        from_elements: list[int],
+        targets: Addresses,
+        to_elements: list[int],
+        numels: list[int],
+        where: Where,
+        /,
+    ) -> None: ...
+
     def has_non_finite(
         self, tensors: Addresses, numels: list[int], elements: list[int], flag: int, where: Where, /
     ) -> None: ...

@@ -93,6 +93,15 @@ class CudaKernels(CompiledKernels):
         return (stream.device_index, stream.cuda_stream)
 
 
+_SHARED = {"cpu": CpuKernels(), "cuda": CudaKernels()}
+
+
+def kernels_on(device: torch.device) -> CompiledKernels | None:
+    """Return the kernels for ``device``, whatever the run has chosen; None if none can be used."""
+    kernels = _SHARED.get(device.type)
+    return kernels if kernels is not None and kernels.available() is None else None
+
+
 def _architecture_problem(built_for: list[int], capability: tuple[int, int]) -> str | None:
     """Return why a GPU of ``capability`` cannot run code for ``built_for`` (900 is sm_90), None if it can.
 
