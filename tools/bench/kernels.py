@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import bmt_core
 from bench.kernel_adam import adam_cases
 from bench.kernel_cross_entropy import cross_entropy_cases
 from bench.kernel_gradients import gradient_cases
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     if options.threads:
         torch.set_num_threads(options.threads)
+    # A run, because modules such as FusedCrossEntropy take their kernels from it.
+    bmt_core.init_distributed(device=device)
     print(_title(device))
     results: list[Result] = []
     for group in options.groups.split(","):
@@ -37,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
             found = measure(cases, device, options.rounds)
             print(f"\n{_table(found)}", flush=True)
             results += found
+    bmt_core.shutdown()
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text("".join(json.dumps(result.as_record()) + "\n" for result in results))

@@ -10,6 +10,15 @@ if(NOT CMAKE_CUDA_COMPILER)
   return()
 endif()
 
+find_package(CUDAToolkit)
+if(CUDAToolkit_VERSION VERSION_LESS 12.4)
+  if(BMT_CUDA STREQUAL ON)
+    message(FATAL_ERROR "BMT_CUDA=ON, and ${CMAKE_CUDA_COMPILER} is of CUDA ${CUDAToolkit_VERSION}. It must be 12.4 or later.")
+  endif()
+  message(STATUS "bmt-kernels: CUDA ${CUDAToolkit_VERSION} is older than 12.4, so the CUDA module is left out")
+  return()
+endif()
+
 # Semicolons or commas between numbers such as 80, 90a, 100-real; see CMAKE_CUDA_ARCHITECTURES in CMake's manual.
 if(DEFINED ENV{BMT_CUDA_ARCHITECTURES} AND NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   string(REPLACE "," ";" CMAKE_CUDA_ARCHITECTURES "$ENV{BMT_CUDA_ARCHITECTURES}")
@@ -17,7 +26,6 @@ elseif(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES all-major)
 endif()
 enable_language(CUDA)
-find_package(CUDAToolkit 12.4 REQUIRED)
 if(CMAKE_CUDA_ARCHITECTURES STREQUAL all-major AND CUDAToolkit_VERSION VERSION_LESS 13)
   # Without those before sm_70, whose kernels take fewer parameters.
   set(CMAKE_CUDA_ARCHITECTURES 70 80 90)

@@ -26,18 +26,18 @@ struct Flag {
 
 // Numbers are rounded to float32 where torch rounds its scalars: after they were combined in double precision.
 struct AdamSettings {
-    float mean_weight;      // 1 - beta1
+    float mean_weight;  // 1 - beta1
     float beta2;
     float square_weight;    // 1 - beta2
     float root_correction;  // sqrt(1 - beta2**t)
     float eps;
-    float step_size;        // -lr / (1 - beta1**t)
-    float decay;            // coupled: weight_decay; decoupled: 1 - lr * weight_decay
+    float step_size;  // -lr / (1 - beta1**t)
+    float decay;      // coupled: weight_decay; decoupled: 1 - lr * weight_decay
     Decay decay_kind;
     bool hold;
-    float scale;               // gradients are divided by it, unless it is 1
-    const float* scale_at;     // if not null, instead of `scale`
-    const float* clip_at;      // if not null, gradients are multiplied by what is there
+    float scale;            // gradients are divided by it, unless it is 1
+    const float* scale_at;  // if not null, instead of `scale`
+    const float* clip_at;   // if not null, gradients are multiplied by what is there
     Flag skip;
 };
 

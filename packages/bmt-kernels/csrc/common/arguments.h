@@ -48,8 +48,8 @@ inline Element checked_element(int element) {
 }
 
 inline std::vector<AdamRow> adam_rows(Form form, Element grad, const Addresses& params, const Addresses& grads,
-                                      const Addresses& exp_avgs, const Addresses& exp_avg_sqs,
-                                      const Addresses& masters, const Sizes& numels) {
+                                      const Addresses& exp_avgs, const Addresses& exp_avg_sqs, const Addresses& masters,
+                                      const Sizes& numels) {
     check_lengths(numels.size(), {params.size(), grads.size(), exp_avgs.size(), exp_avg_sqs.size(), masters.size()});
     if (grad == Element::float64 || form < Form::plain || form > Form::remainder) {
         throw std::invalid_argument("adam_step has no kernel for this form of weight and gradient");

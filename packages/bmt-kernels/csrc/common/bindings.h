@@ -71,8 +71,8 @@ inline void call_cross_entropy_forward(std::uintptr_t address, int element, cons
                                        std::uintptr_t target, std::int64_t first_class, std::uintptr_t weight,
                                        const Addresses& results, const Numbers& where) {
     check_lengths(4, {results.size()});
-    cross_entropy_forward(checked_logits(address, element, sizes),
-                          {pointer<const std::int64_t>(target), first_class}, pointer<const float>(weight),
+    cross_entropy_forward(checked_logits(address, element, sizes), {pointer<const std::int64_t>(target), first_class},
+                          pointer<const float>(weight),
                           {pointer<float>(results[0]), pointer<float>(results[1]), pointer<float>(results[2]),
                            pointer<float>(results[3])},
                           Where(where));
@@ -107,17 +107,16 @@ inline void check_gradient(const Logits& logits, std::uintptr_t target, std::uin
 // `factors` are the addresses of row_max, log_sum, total, hit and spread.
 inline void call_cross_entropy_backward(std::uintptr_t address, int element, const std::vector<std::int64_t>& sizes,
                                         std::uintptr_t target, std::int64_t first_class, std::uintptr_t weight,
-                                        const Addresses& factors, std::uintptr_t gradient,
-                                        std::int64_t gradient_stride, const Numbers& where) {
+                                        const Addresses& factors, std::uintptr_t gradient, std::int64_t gradient_stride,
+                                        const Numbers& where) {
     check_lengths(5, {factors.size()});
     const Logits logits = checked_logits(address, element, sizes);
     check_gradient(logits, target, weight, factors, gradient, gradient_stride);
-    cross_entropy_backward(logits,
-                           {pointer<const std::int64_t>(target), first_class},
-                           {pointer<const float>(factors[0]), pointer<const float>(factors[1]),
-                            pointer<const float>(factors[2]), pointer<const float>(factors[3]),
-                            pointer<const float>(factors[4])},
-                           pointer<const float>(weight), {pointer<void>(gradient), gradient_stride}, Where(where));
+    cross_entropy_backward(
+        logits, {pointer<const std::int64_t>(target), first_class},
+        {pointer<const float>(factors[0]), pointer<const float>(factors[1]), pointer<const float>(factors[2]),
+         pointer<const float>(factors[3]), pointer<const float>(factors[4])},
+        pointer<const float>(weight), {pointer<void>(gradient), gradient_stride}, Where(where));
 }
 
 inline void bind_operations(py::module_& module) {

@@ -6,6 +6,12 @@
 
 #include "common/element.h"
 
+#if defined(__CUDACC__)
+#define BMT_HOST_DEVICE __host__ __device__
+#else
+#define BMT_HOST_DEVICE
+#endif
+
 namespace bmt {
 
 // A matrix whose rows are contiguous; `stride` is the distance of rows in elements.
@@ -24,10 +30,8 @@ struct Targets {
 
 // Classes of targets may be any numbers: no difference of them may overflow, and none may become an address unless it is one of
 // the classes given. Returns `classes` for a class that is elsewhere.
-#if defined(__CUDACC__)
-__host__ __device__
-#endif
-static inline std::int64_t column_of(std::int64_t target, std::int64_t first_class, std::int64_t classes) {
+BMT_HOST_DEVICE static inline std::int64_t column_of(std::int64_t target, std::int64_t first_class,
+                                                     std::int64_t classes) {
     const std::uint64_t column = static_cast<std::uint64_t>(target) - static_cast<std::uint64_t>(first_class);
     return column < static_cast<std::uint64_t>(classes) ? static_cast<std::int64_t>(column) : classes;
 }

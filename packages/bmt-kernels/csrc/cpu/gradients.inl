@@ -31,8 +31,8 @@ static bool has_non_finite(Element element, const void* address, std::size_t beg
     using U16 = std::uint16_t;
     switch (element) {
         case Element::float32:
-            return has_full_exponent<std::uint32_t>(static_cast<const std::uint32_t*>(address) + begin, count, 0x7f800000u,
-                                                    0x00800000u);
+            return has_full_exponent<std::uint32_t>(static_cast<const std::uint32_t*>(address) + begin, count,
+                                                    0x7f800000u, 0x00800000u);
         case Element::float64:
             return has_full_exponent<std::uint64_t>(static_cast<const std::uint64_t*>(address) + begin, count,
                                                     0x7ff0000000000000u, 0x0010000000000000u);
@@ -121,7 +121,8 @@ static double power_sum_of(const double* x, std::size_t count, Power kind, doubl
     return total;
 }
 
-static double power_sum(Element element, const void* address, std::size_t begin, std::size_t end, Power kind, double p) {
+static double power_sum(Element element, const void* address, std::size_t begin, std::size_t end, Power kind,
+                        double p) {
     const std::size_t count = end - begin;
     switch (element) {
         case Element::float32: return power_sum_of(static_cast<const float*>(address) + begin, count, kind, p);

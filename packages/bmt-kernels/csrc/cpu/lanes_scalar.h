@@ -59,7 +59,8 @@ static inline std::uint16_t float16_bits(float x) {
         return static_cast<std::uint16_t>(sign | 0x7c00u);
     }
     if (magnitude < 0x38800000u) {  // denormal: beside 0.5, the last bit of float32 is the last bit of float16
-        return static_cast<std::uint16_t>(sign | (bits_as<std::uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u));
+        return static_cast<std::uint16_t>(sign |
+                                          (bits_as<std::uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u));
     }
     magnitude += 0xfffu + (magnitude >> 13 & 1u);
     return static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u) >> 13));
@@ -88,7 +89,9 @@ struct Lane {
     static Lane load(const float* p) { return {*p}; }
     static Lane load(const Float16* p) { return {from_float16(p->bits)}; }
     static Lane load(const BFloat16* p) { return {bits_as<float>(static_cast<std::uint32_t>(p->bits) << 16)}; }
-    static Lane load(const BFloat16* param, const std::uint16_t* remainder) { return {joined(param->bits, *remainder)}; }
+    static Lane load(const BFloat16* param, const std::uint16_t* remainder) {
+        return {joined(param->bits, *remainder)};
+    }
     void store(float* p) const { *p = v; }
     void store(Float16* p) const { p->bits = float16_bits(v); }
     void store(BFloat16* p) const { p->bits = bfloat16_bits(v); }

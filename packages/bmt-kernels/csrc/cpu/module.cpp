@@ -9,7 +9,8 @@
 
 PYBIND11_MODULE(_cpu, module) {
     namespace py = pybind11;
-    module.doc() = "Compiled kernels for the CPU, on raw addresses. Use bmt_kernels instead, which checks what it is given.";
+    module.doc() =
+        "Compiled kernels for the CPU, on raw addresses. Use bmt_kernels instead, which checks what it is given.";
     bmt::bind_operations(module);
     module.def("instruction_set", [] { return std::string(bmt::kernels().name); });
     module.def("instruction_sets", bmt::usable_instruction_sets);

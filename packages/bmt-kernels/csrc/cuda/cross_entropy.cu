@@ -52,10 +52,9 @@ __device__ RowSums combined(RowSums a, RowSums b) {
 }
 
 __device__ RowSums shuffled_down(const RowSums& sums, int offset) {
-    return {__shfl_down_sync(0xffffffffu, sums.largest, offset),
-            __shfl_down_sync(0xffffffffu, sums.exponentials, offset),
-            __shfl_down_sync(0xffffffffu, sums.differences, offset),
-            __shfl_down_sync(0xffffffffu, sums.weights, offset)};
+    return {
+        __shfl_down_sync(0xffffffffu, sums.largest, offset), __shfl_down_sync(0xffffffffu, sums.exponentials, offset),
+        __shfl_down_sync(0xffffffffu, sums.differences, offset), __shfl_down_sync(0xffffffffu, sums.weights, offset)};
 }
 
 // Adds some packs of `size` classes, which begin at the classes `at`.
@@ -120,7 +119,8 @@ template <class T, bool with_sum>
 __global__ void forward_kernel(Logits logits, Targets targets, const float* weight, ForwardResult result) {
     const auto row = static_cast<std::int64_t>(blockIdx.x);
     const T* x = static_cast<const T*>(logits.address) + row * logits.stride;
-    const RowSums sums = block_combined(thread_sums<with_sum>(x, logits.classes, weight), {-INFINITY, 0.0f, 0.0f, 0.0f});
+    const RowSums sums =
+        block_combined(thread_sums<with_sum>(x, logits.classes, weight), {-INFINITY, 0.0f, 0.0f, 0.0f});
     if (threadIdx.x != 0) {
         return;
     }
@@ -131,8 +131,7 @@ __global__ void forward_kernel(Logits logits, Targets targets, const float* weig
     result.target_log_prob[row] = column < logits.classes ? (to_float(x[column]) - sums.largest) - log_sum : 0.0f;
     if constexpr (with_sum) {
         // Where everything is -inf, log p is undefined.
-        result.log_prob_sum[row] =
-            sums.largest == -INFINITY ? NAN : sums.differences - sums.weights * log_sum;
+        result.log_prob_sum[row] = sums.largest == -INFINITY ? NAN : sums.differences - sums.weights * log_sum;
     }
 }
 
@@ -172,7 +171,10 @@ __global__ void backward_kernel(Logits logits, Targets targets, BackwardFactors 
     const T* x = static_cast<const T*>(logits.address) + row * logits.stride;
     T* out = static_cast<T*>(gradient.address) + row * gradient.stride;
     const bool has_spread = factors.spread != nullptr;
-    const RowFactors f{factors.row_max[row], factors.log_sum[row], factors.total[row], factors.hit[row],
+    const RowFactors f{factors.row_max[row],
+                       factors.log_sum[row],
+                       factors.total[row],
+                       factors.hit[row],
                        has_spread ? factors.spread[row] : 0.0f,
                        column_of(targets.address[row], targets.first_class, classes)};
     std::int64_t head = elements_before_alignment(x, classes);

@@ -164,8 +164,7 @@ __global__ void __launch_bounds__(sum_blocks) total_kernel(const double* partial
 }
 
 template <Power kind>
-void powers_sum_of(const std::vector<Tensor>& tensors, double p, float* result, double* workspace,
-                   const Where& where) {
+void powers_sum_of(const std::vector<Tensor>& tensors, double p, float* result, double* workspace, const Where& where) {
     const OnDevice device(where, "powers_sum");
     bool is_first = true;
     for_tables<TensorTable>(
