@@ -63,7 +63,8 @@ def environment(stage: Path) -> dict[str, str]:
         for name in ("libasan.so", "libubsan.so")
     ]
     site = sysconfig.get_path("purelib")
-    paths = [stage, ROOT / "packages" / "bmt-core" / "src", *(path for path in sys.path if path == site or "site-" in path)]
+    sites = [path for path in sys.path if path == site or "site-packages" in path]
+    paths = [stage, ROOT / "packages" / "bmt-core" / "src", *sites]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, paths))),

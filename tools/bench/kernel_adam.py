@@ -13,7 +13,14 @@ from bench.kernel_timing import Case, copy_case
 from bmt_core.ops import REFERENCE, Kernels, remainder_for
 from bmt_kernels.provider import CompiledKernels
 
-_HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True}
+_HYPER: dict[str, Any] = {
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "decoupled": True,
+}
 # Bytes that a step reads and writes per parameter: gradient, moments and weight.
 _PLAIN, _MASTER, _REMAINDER = 4 + 16 + 8, 2 + 16 + 8 + 2, 2 + 16 + 4 + 4
 

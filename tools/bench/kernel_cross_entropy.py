@@ -60,7 +60,8 @@ def _cases_of(kernels: Kernels, rows: int, classes: int, device: torch.device) -
         try:
             run = _with_autograd(loss, leaf, target)
             run()
-        except Exception as error:  # compilers and third parties fail in ways of their own; the others are still measured
+        # Compilers and third parties fail in ways of their own; the others are still measured.
+        except Exception as error:
             print(f"{name} is left out: {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         cases.append(Case(f"forward and backward, {name}", run, 3 * size, is_peer=True))
@@ -70,7 +71,7 @@ def _cases_of(kernels: Kernels, rows: int, classes: int, device: torch.device) -
 def _with_autograd(loss: Loss, leaf: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
     def run() -> None:
         leaf.grad = None
-        loss(leaf, target).backward()
+        loss(leaf, target).backward()  # type: ignore[no-untyped-call]
 
     return run
 

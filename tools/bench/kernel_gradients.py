@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from bmt_kernels import cast
 from bmt_kernels.provider import CompiledKernels
 
 _TENSORS = 8
+Operation = Callable[[Kernels, Sequence[torch.Tensor]], None]
 
 
 def gradient_cases(
@@ -54,5 +55,5 @@ def gradient_cases(
     ]
 
 
-def _bound(operation, using, tensors):  # type: ignore[no-untyped-def]
+def _bound(operation: Operation, using: Kernels, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
     return lambda: operation(using, tensors)

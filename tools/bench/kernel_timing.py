@@ -115,9 +115,10 @@ def _time_on_gpu(run: Callable[[], object], device: torch.device) -> float:
     flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     flushed.zero_()
-    torch.cuda._sleep(_HEAD_START)
+    torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
     start.record()
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1e3

@@ -37,6 +37,9 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
 endif()
 set_source_files_properties(csrc/cpu/kernels_portable.cpp PROPERTIES COMPILE_OPTIONS "${bmt_kernel_flags}")
 
+# Bindings only hand on what Python passes: optimising them takes longest and brings nothing.
+set_source_files_properties(csrc/cpu/module.cpp PROPERTIES COMPILE_OPTIONS -O1)
+
 if(BMT_SANITIZE)
   set(bmt_sanitizers -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1)
   target_compile_options(_cpu PRIVATE ${bmt_sanitizers})

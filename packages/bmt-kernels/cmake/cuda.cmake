@@ -42,6 +42,7 @@ pybind11_add_module(
   csrc/cuda/cross_entropy.cu
   csrc/cuda/gradients.cu
 )
+set_source_files_properties(csrc/cuda/module.cpp PROPERTIES COMPILE_OPTIONS -O1)
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
 target_include_directories(_cuda PRIVATE csrc)
 target_link_libraries(_cuda PRIVATE CUDA::cudart_static)

@@ -72,12 +72,10 @@ def test_rounding_is_to_nearest_even_also_for_denormals(
     assert same(found, wide.to(target))
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), PAIRS[3:])
 def test_every_half_keeps_its_value(
     kernels: CompiledKernels, device: torch.device, source: torch.dtype, target: torch.dtype
 ) -> None:
-    if source == torch.float32:
-        pytest.skip("float32 has too many numbers: the test above takes those that matter")
     given = every_half(source, device)
     found = torch.empty(len(given), dtype=target, device=device)
     cast_with(kernels, [given], [found])
@@ -98,7 +96,9 @@ def test_all_kinds_in_one_call(kernels: CompiledKernels, device: torch.device) -
         torch.empty(8, 6, dtype=torch.bfloat16, device=device).t(),
     ]
     cast_with(kernels, sources, targets)
-    assert all(same(t.flatten().float(), s.flatten().to(t.dtype).float()) for s, t in zip(sources, targets, strict=True))
+    assert all(
+        same(t.flatten().float(), s.flatten().to(t.dtype).float()) for s, t in zip(sources, targets, strict=True)
+    )
     cast([], [])
 
 

@@ -147,9 +147,7 @@ def test_no_memory_is_touched_for_classes_that_are_elsewhere(kernels: CompiledKe
         found = [math.log(0.25) if first <= t < first + 4 else 0.0 for t in target.tolist()]
         torch.testing.assert_close(at_target.cpu(), torch.tensor(found))
         ones = torch.ones(6, device=device)
-        gradient = kernels.cross_entropy_backward(
-            logits, target, largest, log_sum, ones, ones, None, first_class=first
-        )
+        gradient = kernels.cross_entropy_backward(logits, target, largest, log_sum, ones, ones, None, first_class=first)
         hits = [1 if first <= t < first + 4 else 0 for t in target.tolist()]
         torch.testing.assert_close(gradient.sum(1).cpu(), 1 - torch.tensor(hits).float())
 
@@ -260,7 +258,7 @@ def test_pieces_refuse_what_does_not_fit(device: torch.device) -> None:
     logits, row = torch.zeros(4, 3, device=device), torch.zeros(4, device=device)
     with pytest.raises(ValueError, match=r"row_max must have shape \(4,\), not \(3,\)"):
         sum_exp(logits, row[:3])
-    with pytest.raises(TypeError, match="log_sum must be of dtype torch.float32"):
+    with pytest.raises(TypeError, match=r"log_sum must be of dtype torch\.float32"):
         softmax_(logits, row, row.half())
     assert sum_exp(torch.full_like(logits, -math.inf), row.fill_(-math.inf)).eq(0).all()
 
@@ -272,7 +270,9 @@ def test_gradient_takes_the_place_of_the_logits(device: torch.device, dtype: tor
         logits = logits.t().contiguous().t() if is_transposed else logits
         largest, log_sum, _, _ = reference.cross_entropy_forward(logits, target)
         factors = (largest, log_sum, largest.cos(), largest.sin(), largest.cos() / 70)
-        expected = reference.cross_entropy_backward(logits.double(), target, *map(torch.Tensor.double, factors), weight=weight)
+        expected = reference.cross_entropy_backward(
+            logits.double(), target, *map(torch.Tensor.double, factors), weight=weight
+        )
         assert cross_entropy_backward_(logits, target, *factors, weight=weight) is logits
         close(logits, expected, dtype)
 
@@ -280,7 +280,7 @@ def test_gradient_takes_the_place_of_the_logits(device: torch.device, dtype: tor
 def test_gradient_shares_memory_with_nothing_but_the_logits(device: torch.device) -> None:
     logits, target = torch.zeros(1, 70, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     one, before = torch.ones(1, device=device), logits.clone()
-    with pytest.raises(ValueError, match=r"share memory, and one of them is written"):
+    with pytest.raises(ValueError, match="share memory, and one of them is written"):
         cross_entropy_backward_(logits, target, logits[0, 3:4], one, one, one, None)
     with pytest.raises(ValueError, match=r"gradient\[0\] and weight\[0\] share memory"):
         cross_entropy_backward_(logits, target, one, one, one, one, one, weight=logits[0])

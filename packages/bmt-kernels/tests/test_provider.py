@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -23,13 +25,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def without_binaries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Exception], None]]:
+def without_binaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Exception], None]]:
     """Make the compiled modules fail to load with an exception."""
 
     def break_them(error: Exception) -> None:
         def fail(name: str) -> ModuleType:
             raise error
 
+        monkeypatch.setattr(binaries, "_DIRECTORY", tmp_path)
         monkeypatch.setattr(binaries.importlib, "import_module", fail)
         _forget()
 
@@ -41,6 +44,11 @@ def without_binaries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Exce
 def _forget() -> None:
     for function in (binaries.load, binaries.problem, binaries._attempt):
         function.cache_clear()
+
+
+def run(kernels: Kernels, rank: int = 0, local_rank: int = 0) -> Runtime:
+    launch = SimpleNamespace(local_rank=local_rank)
+    return cast(Runtime, SimpleNamespace(rank=rank, launch=launch, kernels=kernels, device=CPU))
 
 
 def test_every_operation_has_kernels_with_the_parameters_of_the_reference() -> None:
@@ -73,7 +81,10 @@ def test_cpu_module_has_the_instructions_of_this_processor() -> None:
     ("error", "reason"),
     [
         (ModuleNotFoundError("gone", name="bmt_kernels._cpu"), "was built without bmt_kernels._cpu"),
-        (ModuleNotFoundError("No module named 'x'", name="x"), "bmt_kernels._cpu cannot be loaded: No module named 'x'"),
+        (
+            ModuleNotFoundError("No module named 'x'", name="x"),
+            "bmt_kernels._cpu cannot be loaded: No module named 'x'",
+        ),
         (ImportError("undefined symbol: _ZN"), "bmt_kernels._cpu cannot be loaded: undefined symbol: _ZN"),
     ],
 )
@@ -93,10 +104,17 @@ def test_without_a_working_module_the_reference_serves_with_one_visible_line(
     with pytest.raises(RuntimeError, match="The kernels 'cpu' cannot be used"):
         _ = CpuKernels().binary
     with caplog.at_level(logging.WARNING):
-        for rank in (0, 1):
-            plugin.bmt_run_started(cast(Runtime, SimpleNamespace(rank=rank, kernels=kernels, device=CPU)))
+        for rank in (8, 9):
+            plugin.bmt_run_started(run(kernels, rank=rank, local_rank=rank - 8))
     (record,) = caplog.records
-    assert "the compiled kernels for cpu cannot be used" in record.getMessage() and reason in record.getMessage()
+    assert "rank 8: the compiled kernels for cpu cannot be used" in record.getMessage()
+    assert reason in record.getMessage()
+
+
+def test_a_module_for_another_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "_gpu.cpython-39-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(binaries, "_DIRECTORY", tmp_path)
+    assert "has only _gpu.cpython-39-x86_64-linux-gnu.so, which is for another Python" in str(binaries.problem("_gpu"))
 
 
 def test_nothing_is_said_when_the_reference_was_asked_for(
@@ -104,10 +122,10 @@ def test_nothing_is_said_when_the_reference_was_asked_for(
 ) -> None:
     monkeypatch.setenv("BMT_KERNELS", "reference")
     kernels = choose_kernels({"cpu": CpuKernels}, CPU)
-    plugin.bmt_run_started(cast(Runtime, SimpleNamespace(rank=0, kernels=kernels, device=CPU)))
+    plugin.bmt_run_started(run(kernels))
     monkeypatch.delenv("BMT_KERNELS")
     kernels = choose_kernels({"cpu": CpuKernels}, CPU)
-    plugin.bmt_run_started(cast(Runtime, SimpleNamespace(rank=0, kernels=kernels, device=CPU)))
+    plugin.bmt_run_started(run(kernels))
     assert not caplog.records
 
 
@@ -134,10 +152,11 @@ def test_float32_adam_equals_torch_on_this_processor_or_is_left_to_the_reference
     assert module is not None and bits.choose_square_root(module)
 
 
-def test_cuda_module_is_built_for_hopper_where_there_is_one() -> None:
+def test_cuda_module_is_compiled_for_hopper_where_there_is_a_compiler() -> None:
     module = binaries.load("_cuda")
-    if module is None:
-        pytest.skip(f"no CUDA module: {binaries.problem('_cuda')}")
+    if module is None and shutil.which("nvcc") is None:
+        pytest.skip(f"no nvcc, and no CUDA module: {binaries.problem('_cuda')}")
+    assert module is not None, binaries.problem("_cuda")
     assert 900 in module.ARCHITECTURES
 
 

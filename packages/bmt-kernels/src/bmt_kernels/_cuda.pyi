@@ -39,7 +39,13 @@ def adam_step(
     /,
 ) -> None: ...
 def cast(
-    sources: Addresses, from_elements: list[int], targets: Addresses, to_elements: list[int], numels: list[int], where: Where, /
+    sources: Addresses,
+    from_elements: list[int],
+    targets: Addresses,
+    to_elements: list[int],
+    numels: list[int],
+    where: Where,
+    /,
 ) -> None: ...
 def has_non_finite(tensors: Addresses, numels: list[int], elements: list[int], flag: int, where: Where, /) -> None: ...
 def powers_sum(

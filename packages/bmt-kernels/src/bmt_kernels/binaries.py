@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from pathlib import Path
 from types import ModuleType
+
+_DIRECTORY = Path(__file__).parent
 
 
 @cache
@@ -26,6 +29,9 @@ def _attempt(name: str) -> tuple[ModuleType | None, str | None]:
         return importlib.import_module(full_name), None
     except ModuleNotFoundError as error:
         if error.name == full_name:
+            others = ", ".join(sorted(path.name for path in _DIRECTORY.glob(f"{name}.*.so")))
+            if others:
+                return None, f"this installation of bmt-kernels has only {others}, which is for another Python"
             return None, f"this installation of bmt-kernels was built without {full_name}"
         return None, f"{full_name} cannot be loaded: {error}"
     except ImportError as error:

@@ -47,10 +47,13 @@ def _equals_torch(binary: ModuleType, decay: Decay) -> bool:
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(_SIZE, generator=generator) for _ in range(3)] + [torch.rand(_SIZE, generator=generator)]
     expected, found = [t.clone() for t in given], [t.clone() for t in given]
-    lists = [[tensor] for tensor in expected]
+    params, grads, means, squares = ([tensor] for tensor in expected)
     weight_decay = 0.0 if decay == Decay.NONE else _DECAY
     reference.adam_step(
-        *lists,
+        params,
+        grads,
+        means,
+        squares,
         [None],
         step=_STEP,
         lr=_LR,

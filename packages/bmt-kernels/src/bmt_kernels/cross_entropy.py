@@ -39,7 +39,12 @@ def cross_entropy_forward(
         target.data_ptr(),
         first_class,
         0 if weight is None else weight.data_ptr(),
-        [row_max.data_ptr(), log_sum.data_ptr(), target_log_prob.data_ptr(), log_prob_sum.data_ptr() if with_sum else 0],
+        [
+            row_max.data_ptr(),
+            log_sum.data_ptr(),
+            target_log_prob.data_ptr(),
+            log_prob_sum.data_ptr() if with_sum else 0,
+        ],
         self.where(logits.device),
     )
     return row_max, log_sum, target_log_prob, log_prob_sum if with_sum else None

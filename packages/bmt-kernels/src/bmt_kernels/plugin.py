@@ -23,13 +23,14 @@ def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Say on rank 0, in one line, if plain torch does what these kernels are installed for."""
-    if runtime.rank != 0 or runtime.kernels.provider is not None or os.environ.get("BMT_KERNELS"):
+    """Say in one line, on one rank of each host, if plain torch does what these kernels are installed for."""
+    if runtime.launch.local_rank != 0 or runtime.kernels.provider is not None or os.environ.get("BMT_KERNELS"):
         return
     for kind in PROVIDERS:
         if kind.device_type == runtime.device.type:
             logger.warning(
-                "bmt: the compiled kernels for %s cannot be used, so plain torch does their work: %s.",
+                "bmt: rank %d: the compiled kernels for %s cannot be used, so plain torch does their work: %s.",
+                runtime.rank,
                 kind.device_type,
                 kind().available(),
             )
