@@ -186,6 +186,23 @@ def test_a_step_in_pieces_is_the_same_step(kernels: CompiledKernels, device: tor
     assert same(state(columns), joined)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_large_parameter_gets_the_bits_that_its_pieces_get(
+    kernels: CompiledKernels, device: torch.device, form: str
+) -> None:
+    """Large parameters with a master are written past the cache of a CPU, in whole lines, if they begin with one."""
+    size = 2**20 + 37
+    columns = make(form, [size], torch.bfloat16, device)
+    pieces: Columns = [[], [], [], [], []]
+    for piece, column in zip(pieces, clone(columns), strict=True):
+        for start, end in itertools.pairwise([*range(0, size, 100_003), size]):
+            piece.append(None if column[0] is None else column[0][start:end])
+    for hold in (True, False):
+        kernels.adam_step(*columns, **USUAL, hold=hold)
+        kernels.adam_step(*pieces, **USUAL, hold=hold)
+        assert same(state(columns), [torch.cat(pieces[i]) for i in (0, 2, 3, 4) if pieces[i][0] is not None])
+
+
 def test_avx2_and_avx512_give_the_same_bits() -> None:
     provider = CpuKernels()
     binary: Any = provider.binary

@@ -41,6 +41,16 @@ struct Lanes {
         store_narrowed(remainder, _mm256_and_si256(bits, _mm256_set1_epi32(0xffff)));
     }
 
+    // 64 bytes to a multiple of 64, past the cache.
+    static constexpr bool can_stream = true;
+    static void stream_line(const void* from, void* to) {
+        const __m256i* source = static_cast<const __m256i*>(from);
+        __m256i* target = static_cast<__m256i*>(to);
+        _mm256_stream_si256(target, _mm256_load_si256(source));
+        _mm256_stream_si256(target + 1, _mm256_load_si256(source + 1));
+    }
+    static void finish_streams() { _mm_sfence(); }
+
     float sum() const {
         const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
         const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));

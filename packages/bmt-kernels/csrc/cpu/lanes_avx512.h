@@ -42,6 +42,13 @@ struct Lanes {
         store_narrowed(remainder, bits);
     }
 
+    // 64 bytes to a multiple of 64, past the cache.
+    static constexpr bool can_stream = true;
+    static void stream_line(const void* from, void* to) {
+        _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
+    }
+    static void finish_streams() { _mm_sfence(); }
+
     float sum() const { return _mm512_reduce_add_ps(v); }
     float max() const { return is_nan() != 0 ? __builtin_nanf("") : _mm512_reduce_max_ps(v); }
 

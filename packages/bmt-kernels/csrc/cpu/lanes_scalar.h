@@ -97,6 +97,11 @@ struct Lane {
     void store(BFloat16* p) const { p->bits = bfloat16_bits(v); }
     void store(BFloat16* param, std::uint16_t* remainder) const { split(v, &param->bits, remainder); }
 
+    // Whether there are stores past the cache: see [Note: parameters past the cache].
+    static constexpr bool can_stream = false;
+    static void stream_line(const void*, void*) {}
+    static void finish_streams() {}
+
     float sum() const { return v; }
     float max() const { return v; }
 };
