@@ -120,10 +120,12 @@ static inline void prefetch(const AdamRow& row, std::size_t i) {
     __builtin_prefetch(static_cast<const Grad*>(row.grad) + i);
     __builtin_prefetch(row.exp_avg + i);
     __builtin_prefetch(row.exp_avg_sq + i);
-    __builtin_prefetch(static_cast<const typename ParamOf<form>::Type*>(row.param) + i);
-    if constexpr (form == Form::remainder) {
+    if constexpr (form == Form::plain) {
+        __builtin_prefetch(static_cast<const float*>(row.param) + i);
+    } else if constexpr (form == Form::remainder) {
+        __builtin_prefetch(static_cast<const BFloat16*>(row.param) + i);
         __builtin_prefetch(static_cast<const std::uint16_t*>(row.master) + i);
-    } else if constexpr (form != Form::plain) {
+    } else {
         __builtin_prefetch(static_cast<const float*>(row.master) + i);
     }
 }
