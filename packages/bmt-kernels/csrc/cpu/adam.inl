@@ -1,5 +1,6 @@
 // Adam for a range of one parameter. The order of operations, and what is rounded once and what twice, is that of
-// torch.optim.Adam on the CPU: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_.
+// torch.optim.Adam on the CPU: lerp_, mul_, addcmul_, sqrt, div, add_, addcdiv_. Where the weight is not the parameter, there is
+// one division less: these forms are not torch's to the bit anyway, without torch's square root, and divisions take long.
 #pragma once
 
 #include "common/adam.h"
@@ -38,11 +39,14 @@ struct AdamConstants {
           root_correction(F::all(s.root_correction)),
           eps(F::all(s.eps)),
           step_size(F::all(s.step_size)),
-          decay(F::all(s.decay)) {}
+          decay(F::all(s.decay)),
+          whole_step_size(F::all(s.step_size * s.root_correction)),
+          whole_eps(F::all(s.eps * s.root_correction)) {}
 
     bool is_clipped, is_scaled, is_near, hold;
     Decay decay_kind;
     F clip, scale, mean_weight, beta2, square_weight, root_correction, eps, step_size, decay;
+    F whole_step_size, whole_eps;  // for numerator and denominator both multiplied by root_correction
 };
 
 template <Form form, class F>
@@ -107,27 +111,12 @@ static inline void weights_at(const AdamRow& row, std::size_t i, F mean, F root,
     if (c.decay_kind == Decay::decoupled) {
         weight = weight * c.decay;
     }
-    const F denominator = root / c.root_correction + c.eps;
-    store_weight<form, F>(row, i, weight + c.step_size * mean / denominator);
-}
-
-// The step reads and writes up to ten streams. Asking for their memory ahead of time made it up to 1.2 times as fast where other
-// programs used the memory too, and no slower where none did. Asking for memory past the end is harmless.
-template <Form form, class Grad>
-static inline void prefetch(const AdamRow& row, std::size_t i) {
-    constexpr std::size_t ahead = 512;
-    i += ahead;
-    __builtin_prefetch(static_cast<const Grad*>(row.grad) + i);
-    __builtin_prefetch(row.exp_avg + i);
-    __builtin_prefetch(row.exp_avg_sq + i);
     if constexpr (form == Form::plain) {
-        __builtin_prefetch(static_cast<const float*>(row.param) + i);
-    } else if constexpr (form == Form::remainder) {
-        __builtin_prefetch(static_cast<const BFloat16*>(row.param) + i);
-        __builtin_prefetch(static_cast<const std::uint16_t*>(row.master) + i);
+        weight = weight + c.step_size * mean / (root / c.root_correction + c.eps);
     } else {
-        __builtin_prefetch(static_cast<const float*>(row.master) + i);
+        weight = weight + c.whole_step_size * mean / (root + c.whole_eps);
     }
+    store_weight<form, F>(row, i, weight);
 }
 
 // Calls step(i, constants) for all elements: as many lanes at a time as there are, and one at a time for the rest.
@@ -147,7 +136,6 @@ static inline void for_lanes(std::size_t begin, std::size_t end, const AdamSetti
 template <Form form, class Grad>
 static void adam_range(const AdamRow& row, std::size_t begin, std::size_t end, const AdamSettings& settings) {
     for_lanes(begin, end, settings, [&](std::size_t i, const auto& constants) {
-        prefetch<form, Grad>(row, i);
         const auto moments = moments_at<form, Grad>(row, i, constants);
         if (!constants.hold) {
             weights_at<form>(row, i, moments.mean, sqrt(moments.square), constants);
@@ -198,10 +186,8 @@ static void adam_range_with_root(const AdamRow& row, std::size_t begin, std::siz
     float roots[block];
     for (std::size_t start = begin; start < end; start += block) {
         const std::size_t stop = start + block < end ? start + block : end;
-        for_lanes(start, stop, settings, [&](std::size_t i, const auto& constants) {
-            prefetch<Form::plain, Grad>(row, i);
-            moments_at<Form::plain, Grad>(row, i, constants);
-        });
+        for_lanes(start, stop, settings,
+                  [&](std::size_t i, const auto& constants) { moments_at<Form::plain, Grad>(row, i, constants); });
         if (settings.hold) {
             continue;
         }
