@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bmt_core.testing import run_ranks
-from bmt_zero import Block, no_sync
+from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
 # level, recompute -> what one step of one block issues; at level 3 the last two blocks, which
 # backward needs first, stay gathered in between once a step has shown the order
@@ -59,6 +59,41 @@ def test_a_block_issues_exactly_what_its_level_promises(
         first = Counter({op: 3 * number for op, number in expected.items()})
         later = first - Counter({"all_gather": 2 if level == 3 else 0})
         assert counts == [first, later, later]
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+
+
+def counted_outside() -> list[list[str]]:
+    model = BMTrainModelWrapper(LanguageModel())
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = []
+    for _ in range(3):
+        bmt_recording.clear()
+        model(torch.arange(8).view(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([call.op for call in bmt_recording.calls])
+    return seen
+
+
+def test_what_is_outside_of_blocks_is_one_gather_and_one_reduction_per_step() -> None:
+    for first, *later in run_ranks(counted_outside, 2, init={"comm_backend": "recording"}):
+        assert Counter(first) == {"all_gather": 1 + 4, "reduce_scatter": 1 + 2}
+        # The blocks of this short model stay gathered from forward to backward.
+        assert [Counter(step) for step in later] == [{"all_gather": 1 + 2, "reduce_scatter": 1 + 2}] * 2
 
 
 @pytest.mark.parametrize(

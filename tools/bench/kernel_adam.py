@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.kernel_timing import Case, copy_case
-from bmt_core.ops import REFERENCE, Kernels, remainder_for
+from bmt_core.ops import REFERENCE, Kernels, split_master
 from bmt_kernels.provider import CompiledKernels
 
 _HYPER: dict[str, Any] = {
@@ -53,7 +53,8 @@ def _step(
     mean, square = torch.zeros(elements, device=device), torch.zeros(elements, device=device)
     masters: list[torch.Tensor | None] = [None if master is None else weight]
     if master == torch.int16:
-        masters = [remainder_for(param, weight)]
+        param, remainder = split_master(weight)
+        masters = [remainder]
     if device.type == "cpu":
         return lambda: kernels.adam_step([param], [grad], [mean], [square], masters, step=7, **_HYPER)
     # As in training: what decides is read on the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,6 +82,20 @@ def test_provider_is_used_for_what_it_has_and_the_reference_for_the_rest() -> No
     assert kernels.provider_name == "fast"
     assert kernels.on(CPU) is kernels
     assert kernels.on(torch.device("cuda")) is REFERENCE
+
+
+def test_a_provider_says_whether_its_own_adam_takes_masters_in_two_parts() -> None:
+    class Claims(Fast):
+        has_compact_adam = True
+
+    class Compact(Claims):
+        adam_step = staticmethod(lambda *args, **options: None)
+        adam_step.__func__.__signature__ = inspect.signature(reference.adam_step)
+
+    assert Kernels(Compact()).has_compact_adam
+    # The reference would do it, in several passes.
+    assert not Kernels(Claims()).has_compact_adam
+    assert not Kernels(Fast()).has_compact_adam and not REFERENCE.has_compact_adam
 
 
 def test_provider_with_other_parameters_is_refused() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.ops import Kernels, read_master, reference
-from bmt_core.ops.remainder import split_master
+from bmt_core.ops import Kernels, read_master, reference, split_master
 from bmt_kernels import CpuKernels, CudaKernels
 from bmt_kernels.provider import CompiledKernels
 

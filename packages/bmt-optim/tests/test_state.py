@@ -21,7 +21,8 @@ from bmt_optim.lr_scheduler import Exponential
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scalar": (), "one": (1,), "tiny": (2,), "plain": (2, 3)}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "bmt": lambda params: AdamOptimizer(params, lr=0.05, weight_decay=0.1),
+    "bmt": lambda params: AdamOptimizer(params, lr=0.05, weight_decay=0.1, compact_master=False),
+    "bmt_compact": lambda params: AdamOptimizer(params, lr=0.05, weight_decay=0.1, compact_master=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
 }
@@ -227,6 +228,26 @@ def test_gathered_state_resumes_at_any_world_size(
     for is_on_all_ranks in (True, False):
         for resumed in run_ranks(_resume_gathered, after, kind, dtype, values, state, is_on_all_ranks):
             assert same(resumed, expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("kind", "then"), [("bmt_compact", "bmt"), ("bmt", "bmt_compact"), ("bmt_compact", "bmt_compact")]
+)
+def test_gathered_state_resumes_with_the_other_kind_of_master(
+    run_ranks: Any, before: int, after: int, kind: str, then: str
+) -> None:
+    saved = run_ranks(_train_and_gather, before, kind, torch.bfloat16)
+    values, state, expected = saved[0]
+    straight = Training("bmt", torch.bfloat16)  # one process, whole masters
+    straight.run(range(6))
+    for name, entry in state["logical"]["parameters"].items():
+        place = straight.params[name]
+        own = next(o.state[place] for o in straight.manager.optimizers if place in o.state)
+        assert "_param_remainder" not in entry
+        assert torch.equal(entry["_param_fp32"], own["_param_fp32"].reshape(entry["_param_fp32"].shape))
+    for resumed in run_ranks(_resume_gathered, after, then, torch.bfloat16, values, state, True):
+        assert same(resumed, expected)
 
 
 def _train_and_gather(kind: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any, Result]:

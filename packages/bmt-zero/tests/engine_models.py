@@ -79,19 +79,33 @@ class Ticking(nn.Module):
         return y
 
 
+class TicksAroundLinear(nn.Sequential):
+    """Half of the time is spent before the linear layer, which writes its gradient itself, and half after it."""
+
+    def __init__(self, clock: Clock, forward: float, backward: float) -> None:
+        halves = [Ticking(clock, forward / 2, backward / 2) for _ in range(2)]
+        super().__init__(halves[0], nn.Linear(4, 4), halves[1])
+
+
 def virtual_step(
-    blocks: int, forward: float, backward: float, gather: float, reduce: float, in_list: bool
+    blocks: int,
+    forward: float,
+    backward: float,
+    gather: float,
+    reduce: float,
+    in_list: bool,
+    kind: Callable[[Clock, float, float], nn.Module] = Ticking,
 ) -> list[tuple[float, float]]:
     """The virtual lengths of forward and backward in each of three steps."""
     clock = Clock()
     current().lanes.gather = VirtualLane("gather", clock, gather)
     current().lanes.reduce = VirtualLane("reduce", clock, reduce)
-    modules = [Block(Ticking(clock, forward, backward), False, 3) for _ in range(blocks)]
+    modules = [Block(kind(clock, forward, backward), False, 3) for _ in range(blocks)]
     call: Any = TransformerBlockList(modules) if in_list else nn.Sequential(*modules)
     lengths = []
     for _ in range(3):
         began = clock.now
-        loss = call(torch.ones(4)).sum()
+        loss = call(torch.ones(2, 4)).sum()
         between = clock.now
         loss.backward()
         lengths.append((between - began, clock.now - between))

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import python_calls, trained_with_delays, virtual_step
+from engine_models import TicksAroundLinear, python_calls, trained_with_delays, virtual_step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import compiled, full_gradient
 
+from bmt_core import DistributedModule
+from bmt_core.runtime import current
 from bmt_core.testing import run_ranks
-from bmt_zero import Block, BMTrainModelWrapper
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 BLOCKS = 6
 
@@ -31,6 +33,48 @@ def test_computation_hides_behind_communication(in_list: bool) -> None:
         assert forward == BLOCKS * 4.0 + 1.0
         # The last two are there already; the first gather begins while the second last block computes.
         assert backward <= (BLOCKS - 2) * 4.0 + 3 * 2.0 + 3.0
+
+
+def test_a_reduction_overlaps_the_whole_backward_of_the_next_block() -> None:
+    # Also the part after the first layer that writes its gradient: there are two tensors of full gradients.
+    for steps in run_ranks(virtual_step, 2, BLOCKS, 2.0, 4.0, 1.0, 5.0, True, TicksAroundLinear):
+        assert steps[-1][1] == 4.0 + BLOCKS * 5.0
+
+
+def first_gathers() -> list[int]:
+    """How many gathers have begun when a model that is called first computes, in each of three steps."""
+    blocks = TransformerBlockList([Block(nn.Linear(4, 4)) for _ in range(3)])
+    begun: list[int] = []
+    lane = current().lanes.gather
+    calls = 0
+
+    def run(start: Any, then: Any = None, real: Any = lane.run) -> Any:
+        nonlocal calls
+        calls += 1
+        return real(start, then)
+
+    lane.run = run  # type: ignore[method-assign]
+
+    class Model(DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: torch.Tensor) -> Any:
+            begun.append(calls)
+            return self.blocks(x)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        calls = 0
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return begun
+
+
+def test_the_first_block_is_gathered_when_the_model_is_called() -> None:
+    assert run_ranks(first_gathers, 2) == [[0, 1, 1]] * 2
 
 
 def test_a_list_is_ahead_in_its_first_step_already() -> None:

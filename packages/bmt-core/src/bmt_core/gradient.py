@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bmt_core.comm.api import Finished
 from bmt_core.lanes import Mark
 
 
@@ -63,7 +62,7 @@ class GradientSum:
         self._given: list[bool] = []  # which .grad are views of _flat
         self._witness: GradientWitness | None = None
         self._taken: list[bool] | None = None  # which gradients the pass under way has taken
-        self._mark: Mark = Finished()
+        self._marks: list[Mark] = []  # of what the lane has still to add, in its order
 
     @property
     def is_first(self) -> bool:
@@ -73,7 +72,7 @@ class GradientSum:
     def forget_if_cleared(self) -> None:
         """Free what is kept when the gradients it stands behind are gone, or when the pass that took them failed."""
         if self._taken is not None and torch._C._current_graph_task_id() == -1:
-            self._mark.wait()
+            self._wait()
             self._taken = self._flat = self._total = self._witness = None
         if self._flat is not None and self.is_first:
             self._flat = self._total = self._witness = None
@@ -106,7 +105,7 @@ class GradientSum:
 
     def ready_at(self, mark: Mark) -> None:
         """Say when what :meth:`take` returned will be done."""
-        self._mark = mark
+        self._marks.append(mark)
 
     def finish(self) -> None:
         """Put what was taken, complete now, into ``.grad``; harmless when nothing was."""
@@ -119,7 +118,7 @@ class GradientSum:
         """Return what was taken, complete now. The computation waits for the lane."""
         taken, flat = self._taken, self._flat
         assert taken is not None and flat is not None
-        self._mark.wait()
+        self._wait()
         self._taken, self._given = None, taken
         views = self._chosen(flat, taken)
         self._add_what_came_meanwhile(flat, taken)
@@ -146,6 +145,11 @@ class GradientSum:
         """Return each parameter's part of ``flat``."""
         pieces = torch.split(flat, self._pieces)
         return [pieces[index] for index in self._indices]
+
+    def _wait(self) -> None:
+        marks, self._marks = self._marks, []
+        for mark in marks:
+            mark.wait()
 
     def _chosen(self, flat: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         return [view if yes else None for view, yes in zip(self.views(flat), wanted, strict=True)]

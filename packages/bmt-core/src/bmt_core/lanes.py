@@ -21,6 +21,9 @@ import torch
 from bmt_core.comm.api import Finished, Group, Work
 from bmt_core.topology import Topology
 
+PRIORITY = -2
+"""Of the lanes' streams. A collective that waited for a multiprocessor behind the queue of a product would let all ranks wait."""
+
 
 class Mark(Protocol):
     """A point in the order of work of the computation or of a lane."""
@@ -35,6 +38,7 @@ class Lane:
     def __init__(self, name: str, topology: Topology) -> None:
         self.name = name
         self._topology = topology
+        self._kept: tuple[object, Mark] | None = None
 
     def group(self, group: Group) -> Group:
         """Return the lane's own communicator over the ranks of ``group``. Collective when asked for the first time."""
@@ -59,17 +63,24 @@ class Lane:
         """
         return _Once(start(), then)
 
+    def keep(self, objects: object, mark: Mark) -> None:
+        """Keep memory of the computation until it has waited for ``mark``, at the latest when something else is kept."""
+        before, self._kept = self._kept, (objects, mark)
+        if before is not None:
+            before[1].wait()
+
 
 class CudaLane(Lane):
     """A lane on a stream of its own."""
 
     def __init__(self, name: str, topology: Topology, device: torch.device) -> None:
         super().__init__(name, topology)
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.stream = torch.cuda.Stream(device, PRIORITY)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._device = device.index
 
     def here(self) -> Mark:
         """See :meth:`Lane.here`."""
-        mark: Mark = torch.cuda.current_stream().record_event()
+        mark: Mark = torch.cuda.current_stream(self._device).record_event()
         return mark
 
     def after(self, mark: Mark) -> None:
@@ -79,16 +90,31 @@ class CudaLane(Lane):
 
     def memory(self) -> AbstractContextManager[object]:
         """See :meth:`Lane.memory`."""
-        return torch.cuda.stream(self.stream)
+        return _On(self.stream, self._device)
 
     def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
         """See :meth:`Lane.run`."""
-        with torch.cuda.stream(self.stream):
+        with _On(self.stream, self._device):
             start().wait()
             if then is not None:
                 then()
             mark: Mark = self.stream.record_event()
         return mark
+
+
+class _On:
+    """``torch.cuda.stream`` for one known device, at a third of the host's time."""
+
+    def __init__(self, stream: torch.cuda.Stream, device: int) -> None:
+        self._stream = stream
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.set_stream(self._before)
 
 
 class _Once:

@@ -6,12 +6,13 @@ import atexit
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from bmt_core.comm.api import CommBackend, CommContext, Group
 from bmt_core.config import (
@@ -61,6 +62,8 @@ class Runtime:
         self.kernels = kernels
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
+        self.call_observers: list[Callable[[nn.Module], None]] = []
+        """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
         self._streams: dict[str, Stream] = {}
         self._load_event: Event | None = None
 

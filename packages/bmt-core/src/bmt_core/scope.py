@@ -1,17 +1,26 @@
-"""What lasts as long as the outermost bmt module's call: gathered parameters, and the rank's random stream."""
+"""What lasts as long as the outermost bmt module's call: gathered parameters, and the rank's random stream.
+
+[Note: reads that are expected] Which parameters outside of Blocks a call reads is remembered with its outermost module, one
+memory for calls with gradients and one for those without. The next such call gathers what the last one read (the first: all that
+the module holds), at once and when it begins, so that it is there, or on its way, when it is read. What was not expected, or
+was changed meanwhile, is gathered by itself. Every rank reads the same, so every rank expects the same.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from bmt_core.parameter import DistributedParameter
 from bmt_core.rng import rank_random
 from bmt_core.runtime import current, is_initialized
+from bmt_core.together import Together
 
 
 class _Gathered(NamedTuple):
@@ -21,30 +30,55 @@ class _Gathered(NamedTuple):
     full: torch.Tensor
 
 
+class _Ahead(NamedTuple):
+    together: Together
+    mode: tuple[bool, bool]
+
+
+Key = tuple[int, bool, bool]
+_Expected = dict[tuple[bool, bool], list[weakref.ref[DistributedParameter]]]
+
+
 class _Scope(threading.local):
     depth = 0
 
     def __init__(self) -> None:
-        self.gathered: dict[tuple[int, bool, bool], _Gathered] = {}
+        self.gathered: dict[Key, _Gathered] = {}
+        self.ahead: dict[int, _Ahead] = {}  # by the ids of the parameters
+        self.read: dict[int, DistributedParameter] = {}
         self.reads_parts = False
 
 
 _scope = _Scope()
+_expected: weakref.WeakKeyDictionary[nn.Module, _Expected] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def forward_scope() -> Iterator[None]:
-    """Enter one module's call. Leaving the outermost one forgets what was gathered; nested ones share it."""
+def forward_scope(module: nn.Module | None = None, *, own_random: bool = True) -> Iterator[None]:
+    """Enter the call of ``module``. Leaving the outermost one forgets what was gathered; nested ones share it.
+
+    ``own_random`` False: the generators stay as they are, for a caller that has set them.
+    """
     if _scope.depth > 0 or not is_initialized():
         yield
         return
-    with rank_random(current()):
+    with rank_random(current()) if own_random else nullcontext():
+        mode = _mode()
         _scope.depth += 1
         try:
+            if module is not None:
+                _gather_ahead(module, mode)
+                for observer in current().call_observers:
+                    observer(module)
             yield
+            if module is not None:
+                _expected.setdefault(module, {})[mode] = [weakref.ref(p) for p in _scope.read.values() if _is_apart(p)]
         finally:
             _scope.depth -= 1
             _scope.gathered.clear()
+            ahead, _scope.ahead, _scope.read = _scope.ahead, {}, {}
+            for together in {id(found.together): found.together for found in ahead.values()}.values():
+                together.abandon()
 
 
 @contextmanager
@@ -72,10 +106,49 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
         return parameter
     if _scope.depth == 0:
         return parameter.gather()
-    with_grad = torch.is_grad_enabled() and parameter.requires_grad
-    key = (id(parameter), with_grad, torch.is_inference_mode_enabled())
+    _scope.read[id(parameter)] = parameter
+    key = _key_of(parameter, _mode())
     found = _scope.gathered.get(key)
+    if found is None and id(parameter) in _scope.ahead:
+        _take(_scope.ahead[id(parameter)])
+        found = _scope.gathered.get(key)
     if found is None or found.version != parameter._version:
         found = _Gathered(parameter, parameter._version, parameter.gather())
         _scope.gathered[key] = found
     return found.full
+
+
+def _gather_ahead(module: nn.Module, mode: tuple[bool, bool]) -> None:
+    known = _expected.get(module, {}).get(mode)
+    parameters = module.parameters() if known is None else [reference() for reference in known]
+    kinds: dict[object, list[DistributedParameter]] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DistributedParameter) and _is_apart(parameter):
+            kinds.setdefault((parameter.group.ranks, parameter.dtype, parameter.device), []).append(parameter)
+    for members in kinds.values():
+        together = Together(members, _scope.read)
+        together.start()
+        _scope.ahead.update({id(member): _Ahead(together, mode) for member in members})
+
+
+def _take(ahead: _Ahead) -> None:
+    """Make what was gathered ahead the gathered parameters, unless the call is in another mode by now."""
+    if ahead.mode != _mode():
+        return
+    members = ahead.together.parameters
+    for member, version, full in zip(members, ahead.together.versions, ahead.together.take(), strict=True):
+        del _scope.ahead[id(member)]
+        _scope.gathered[_key_of(member, ahead.mode)] = _Gathered(member, version, full)
+
+
+def _mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+def _key_of(parameter: DistributedParameter, mode: tuple[bool, bool]) -> Key:
+    return id(parameter), mode[0] and parameter.requires_grad, mode[1]
+
+
+def _is_apart(parameter: DistributedParameter) -> bool:
+    """Whether the parameter has to be gathered, and no Block does it."""
+    return parameter.group.size > 1 and not parameter._shard.replicated and not parameter._in_block

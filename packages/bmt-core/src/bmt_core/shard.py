@@ -48,6 +48,11 @@ class Shard:
         """One past the last element of this rank's part."""
         return self.ranges[self.group.rank][1]
 
+    @property
+    def longest(self) -> int:
+        """Number of elements of the longest part, to which all are padded on the wire."""
+        return max(end - start for start, end in self.ranges)
+
     def part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's 1-D part of ``full`` (any shape with ``numel`` elements); a view where that is possible."""
         return full.reshape(-1)[self.start : self.end]
@@ -56,10 +61,27 @@ class Shard:
         """Return the whole, of ``shape``, from every rank's ``part``. Collective over the group."""
         if self.replicated or self.group.size == 1:
             return part.reshape(self.shape)
-        longest = max(end - start for start, end in self.ranges)
+        longest = self.longest
         gathered = torch.empty(self.group.size * longest, dtype=part.dtype, device=part.device)
         self.group.all_gather(gathered, _padded(part, longest)).wait()
-        return self._trim(gathered, longest).view(self.shape)
+        return self.joined(gathered)
+
+    def joined(self, padded: torch.Tensor) -> torch.Tensor:
+        """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if it can."""
+        longest = self.longest
+        if _contiguous(self.ranges, longest):
+            return padded[: self.numel].view(self.shape)
+        parts = [padded[i * longest :][: end - start] for i, (start, end) in enumerate(self.ranges)]
+        return torch.cat(parts).view(self.shape)
+
+    def spread(self, full: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy each rank's part of ``full`` to its row of ``rows`` (group size × :attr:`longest`), whose padding stays."""
+        full = full.reshape(-1)
+        if self.numel == rows.numel() and _contiguous(self.ranges, self.longest):
+            rows.copy_(full.view(rows.shape))
+            return
+        for row, (start, end) in zip(rows, self.ranges, strict=True):
+            row[: end - start] = full[start:end]
 
     def reduce(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sum of every rank's ``full``, half types summed in float32. Collective.
@@ -72,23 +94,16 @@ class Shard:
             total = full.to(wide, copy=True)
             self.group.all_reduce(total).wait()
             return total
-        longest = max(end - start for start, end in self.ranges)
-        output = torch.empty(longest, dtype=wide, device=full.device)
-        self.group.reduce_scatter(output, self._spread(full, longest)).wait()
+        output = torch.empty(self.longest, dtype=wide, device=full.device)
+        self.group.reduce_scatter(output, self._spread(full)).wait()
         return output[: self.end - self.start]
 
-    def _trim(self, gathered: torch.Tensor, longest: int) -> torch.Tensor:
-        if _contiguous(self.ranges, longest):
-            return gathered[: self.numel]
-        return torch.cat([gathered[i * longest :][: end - start] for i, (start, end) in enumerate(self.ranges)])
-
-    def _spread(self, full: torch.Tensor, longest: int) -> torch.Tensor:
-        if self.numel == self.group.size * longest and _contiguous(self.ranges, longest):
+    def _spread(self, full: torch.Tensor) -> torch.Tensor:
+        if self.numel == self.group.size * self.longest and _contiguous(self.ranges, self.longest):
             return full
-        padded = full.new_zeros(self.group.size * longest)
-        for i, (start, end) in enumerate(self.ranges):
-            padded[i * longest :][: end - start] = full[start:end]
-        return padded
+        rows = full.new_zeros(self.group.size, self.longest)
+        self.spread(full, rows)
+        return rows.view(-1)
 
 
 def summation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -59,10 +59,8 @@ def adam_step(
 ) -> None:
     """Do what :func:`bmt_core.ops.reference.adam_step` says, in one launch per form of weight and dtype of gradient.
 
-    ``masters[i]`` may also be an int16 tensor beside a bfloat16 parameter: the 16 bits of an exact float32 weight that the
-    parameter lacks, see [Note: weight forms] in ``csrc/common/element.h``. Raises :class:`ValueError` or :class:`TypeError`,
-    before anything is written, for tensors of other shapes, devices or dtypes than the parameter asks for and for tensors
-    that share memory.
+    Raises :class:`ValueError` or :class:`TypeError`, before anything is written, for tensors of other shapes, devices or dtypes
+    than the parameter asks for and for tensors that share memory.
     """
     check_same_length(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters)
     launches: dict[_Kind, list[_Row]] = {}

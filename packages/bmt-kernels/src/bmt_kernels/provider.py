@@ -20,6 +20,7 @@ class CompiledKernels(KernelProvider):
     their parameter, ...) the reference does. What the reference would not take either raises.
     """
 
+    has_compact_adam = True
     module: ClassVar[str]
     """Name of the compiled module in this package."""
 

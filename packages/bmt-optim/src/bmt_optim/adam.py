@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from bmt_core.errors import CheckpointError
-from bmt_core.ops import HostFlag
-from bmt_core.parameter import DistributedParameter, Owner
+from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_optim.beside import Beside
 from bmt_optim.run import kernels_on
+from bmt_optim.updates import OwnerUpdates, State, Update, UpdatePlan
 
 MASTER = "_param_fp32"
+REMAINDER = "_param_remainder"
 
 
 class AdamOptimizer(torch.optim.Optimizer):
     """Adam, with **decoupled weight decay for half parameters and L2 regularisation for all others**, as in BMTrain.
 
     ``decoupled_weight_decay`` True (AdamW) or False (``torch.optim.Adam``) overrides this for all parameters. Works on ordinary
-    parameters and on shards. Parameters of half types keep a float32 master, the state ``"_param_fp32"``, and are the
-    master rounded to nearest; ``"exp_avg"`` and ``"exp_avg_sq"`` are float32 too. The master is made in the first step: values
-    that are loaded into a model later need the optimizer's state with them. With s = ``scale``, t = ``"step"`` from 1::
+    parameters and on shards. Parameters of half types have a float32 master and are the master rounded to nearest; ``"exp_avg"``
+    and ``"exp_avg_sq"`` are float32 too. The master begins in the first step as the parameter. With s = ``scale``, t = ``"step"``
+    from 1::
 
         g <- g / s                          (g <- g / s + weight_decay * p, if the decay is not decoupled)
         m <- beta1 * m + (1 - beta1) * g
@@ -33,6 +33,15 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     For float32 parameters the default is ``torch.optim.Adam`` in every bit. For the first ``hold_steps`` steps of a parameter the
     moments move and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
+
+    The master is the state ``"_param_fp32"``. It overwrites in the next step what was written to the parameter, so values loaded
+    into a model need the optimizer's state with them. ``compact_master`` True: of the master of a bfloat16 parameter only those
+    16 bits are kept that the parameter lacks, as the state ``"_param_remainder"``: the same master, in 12 bytes per parameter at
+    rest in place of 14. For the same gradients master and moments are equal in every bit. The parameter rounds halves (a master
+    exactly between two bfloat16 numbers) away from zero then, not to the even neighbour, which 16 bits could not tell; and who
+    writes a parameter moves its master along: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where
+    the run has a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch
+    takes several passes. States of both kinds, and logical states, whose masters are whole, can be loaded with either setting.
 
     ``overlap_forward`` (CUDA): parameters of Blocks are updated on a stream of their own while the next forward pass begins; each
     Block waits for its own update. Checkpoints, state dicts, ``data`` and ``gather()`` wait too; code that reads such a
@@ -53,6 +62,9 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     found_inf: torch.Tensor
     grad_scale: torch.Tensor
+    _beside: Beside
+    _plan: UpdatePlan
+    _unsure: _Unsure
 
     def __init__(
         self,
@@ -65,6 +77,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         *,
         decoupled_weight_decay: bool | None = None,
         overlap_forward: bool = False,
+        compact_master: bool | None = None,
     ) -> None:
         for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("hold_steps", hold_steps)):
             if not value >= 0:
@@ -80,8 +93,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "overlap_forward": overlap_forward,
         }
-        self._unsure = _Unsure()
-        self._beside = Beside()
+        self.compact_master = compact_master
+        self._forget()
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -99,16 +112,14 @@ class AdamOptimizer(torch.optim.Optimizer):
         given_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if given_scale is not None:
             divisor = given_scale * scale
-        states = []
         self.wait()
-        for group in self.param_groups:
-            batches = self._batches(group)
-            for device in {key.device for key in batches}:
-                self._beside.begin(device)
-            for key, batch in batches.items():
-                self._update(key, batch, group, divisor, skip)
-                states += batch.states
+        plan = self._plan.of(self.param_groups, self.state, self._state_of, _has_master)
+        for device in {u.device for lot in plan for u in lot.updates if u.group["overlap_forward"]}:
+            self._beside.begin(device)
+        for lot in plan:
+            self._update(lot, divisor, skip)
         if skip is not None:
+            states = [state for lot in plan for update in lot.updates for state in update.states]
             self._unsure = _Unsure(HostFlag(skip), states)
         return loss
 
@@ -122,29 +133,12 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.wait()
         super().zero_grad(set_to_none)
 
-    def _update(
-        self,
-        key: _Key,
-        batch: _Batch,
-        group: dict[str, Any],
-        divisor: float | torch.Tensor,
-        skip: torch.Tensor | None,
-    ) -> None:
-        if key.owner is None:
-            _launch(key, batch, group, divisor, skip)
-            return
-        with self._beside.running(key.device) if group["overlap_forward"] else nullcontext():
-            _launch(key, batch, group, divisor, skip)
-            key.owner.data_changed()  # a gather of this owner's waits for its own update only
-        if group["overlap_forward"]:
-            key.owner.keep((batch.grads, divisor, skip))
-
     def settle(self) -> None:
         """Wait for the device to have decided whether it skipped the last step, and count ``"step"`` accordingly."""
         self._unsure.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does; masters are part of it."""
+        """Return the state as torch does; masters, or their remainders, are part of it."""
         self.settle()
         self.wait()
         return super().state_dict()
@@ -166,61 +160,72 @@ class AdamOptimizer(torch.optim.Optimizer):
                         f"{key} of parameter {number} has shape {tuple(value.shape)}, and the parameter here has {tuple(p.shape)}."
                         " It was saved at another world size. Save with gather_opt=True to load at any."
                     )
-        self._unsure = _Unsure()
         self.wait()
         super().load_state_dict(state_dict)
         # torch casts floating-point state to the parameter's dtype, which would round moments and masters of half parameters.
         for p, index in zip(places, indices, strict=True):
             if index in saved:
-                self.state[p] = {key: _own_copy(value, p) for key, value in saved[index].items()}
+                self.load_portable_state(p, saved[index])
+
+    def portable_state(self, p: torch.nn.Parameter) -> State:
+        """Return the state of ``p`` with its master whole: what is stored for any setting and any number of ranks."""
+        self.wait()
+        state = dict(self.state.get(p, {}))
+        if REMAINDER in state:
+            state[MASTER] = _whole_master(p, state.pop(REMAINDER))
+        return state
+
+    def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Take over a copy of what :meth:`portable_state` returned, or of a state with a remainder; empty: none."""
+        self.state.pop(p, None)
+        if state:
+            self.state[p] = {key: _own_copy(value, p) for key, value in state.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        found: dict[str, Any] = super().__getstate__()
+        return {**found, "compact_master": self.compact_master}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._unsure = _Unsure()
-        self._beside = Beside()
+        self._forget()
         for group in self.param_groups:
             group.setdefault("overlap_forward", False)
 
-    def _batches(self, group: dict[str, Any]) -> dict[_Key, _Batch]:
-        """Advance the parameters of ``group`` that have gradients by one step, and sort them by what a launch has in common."""
-        batches: dict[_Key, _Batch] = {}
-        decoupled = group["decoupled_weight_decay"]
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            if p.grad.is_sparse:
-                raise TypeError(
-                    "AdamOptimizer takes dense gradients. Use torch.optim.SparseAdam for sparse embeddings."
-                )
-            state = self.state[p]
-            if not state:
-                state.update(_new_state(p))
-            state["step"] += 1
-            is_half = MASTER in state
-            key = _Key(p.device, int(state["step"]), is_half if decoupled is None else decoupled, _owner_of(p))
-            batches.setdefault(key, _Batch()).add(p, state)
-        return batches
+    def _forget(self) -> None:
+        self._unsure = _Unsure()
+        self._beside = Beside()
+        self._plan = UpdatePlan()
 
+    def _state_of(self, p: torch.nn.Parameter) -> State:
+        state: State = self.state[p]
+        if not state:
+            state.update(_new_state(p, is_compact=self._is_compact(p)))
+        self._fit(p, state)
+        return state
 
-@dataclass(frozen=True)
-class _Key:
-    device: torch.device
-    step: int
-    decoupled: bool
-    owner: Owner | None
+    def _fit(self, p: torch.nn.Parameter, state: State) -> None:
+        """Bring a master into the form of this setting. Only a step does so: until then, loaded values may still come."""
+        is_compact = self._is_compact(p)
+        if MASTER in state and is_compact:
+            state[REMAINDER] = _zeros(p, torch.int16)
+            write_master(state.pop(MASTER), p, state[REMAINDER])
+        elif REMAINDER in state and not is_compact:
+            state[MASTER] = _whole_master(p, state.pop(REMAINDER))
 
+    def _is_compact(self, p: torch.nn.Parameter) -> bool:
+        if p.dtype != torch.bfloat16:
+            return False
+        return kernels_on(p.device).has_compact_adam if self.compact_master is None else self.compact_master
 
-@dataclass
-class _Batch:
-    params: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
-    states: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, p: torch.nn.Parameter, state: dict[str, Any]) -> None:
-        assert p.grad is not None
-        self.params.append(p)
-        self.grads.append(p.grad)
-        self.states.append(state)
+    def _update(self, lot: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        owner = lot.owner
+        overlaps = owner is not None and all(update.group["overlap_forward"] for update in lot.updates)
+        with self._beside.running(lot.updates[0].device) if overlaps else nullcontext():
+            grads = [_launch(update, divisor, skip) for update in lot.updates]
+            if owner is not None:
+                owner.data_changed()  # a gather of this owner's waits for its own update only
+        if owner is not None and overlaps:
+            owner.keep((grads, divisor, skip))
 
 
 class _Unsure:
@@ -237,37 +242,46 @@ class _Unsure:
         self._skipped, self._states = None, []
 
 
-def _launch(
-    key: _Key, batch: _Batch, group: dict[str, Any], divisor: float | torch.Tensor, skip: torch.Tensor | None
-) -> None:
-    kernels_on(key.device).adam_step(
-        batch.params,
-        batch.grads,
-        [state["exp_avg"] for state in batch.states],
-        [state["exp_avg_sq"] for state in batch.states],
-        [state.get(MASTER) for state in batch.states],
-        step=key.step,
+def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:
+    """Take one step of what belongs together, and return the gradients, which the device reads later."""
+    group, states, step = update.group, update.states, update.advance()
+    grads = [p.grad for p in update.params if p.grad is not None]
+    kernels_on(update.device).adam_step(
+        update.params,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [state.get(REMAINDER, state.get(MASTER)) for state in states],
+        step=step,
         lr=group["lr"],
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        decoupled=key.decoupled,
-        hold=key.step <= group["hold_steps"],
+        decoupled=update.decoupled,
+        hold=step <= group["hold_steps"],
         scale=divisor,
         skip=skip,
     )
+    return grads
 
 
-def _owner_of(p: torch.Tensor) -> Owner | None:
-    return p._owner() if isinstance(p, DistributedParameter) and p._owner is not None else None
+def _has_master(state: State) -> bool:
+    return REMAINDER in state or MASTER in state
 
 
-def _new_state(p: torch.nn.Parameter) -> dict[str, Any]:
+def _whole_master(p: torch.nn.Parameter, remainder: torch.Tensor) -> torch.Tensor:
+    # The parameter may have been made another dtype since.
+    return read_master(p.detach().to(torch.bfloat16), remainder)
+
+
+def _new_state(p: torch.nn.Parameter, *, is_compact: bool) -> State:
     # Half moments would overflow (fp16) or stall (bf16), so state is never narrower than float32.
     dtype = torch.promote_types(p.dtype, torch.float32)
     state = {"step": 0, "exp_avg": _zeros(p, dtype), "exp_avg_sq": _zeros(p, dtype)}
-    if p.dtype != dtype:
+    if is_compact:
+        state[REMAINDER] = _zeros(p, torch.int16)
+    elif p.dtype != dtype:
         state[MASTER] = p.detach().to(dtype)
     return state
 

@@ -12,6 +12,9 @@ from contextlib import contextmanager
 
 import torch
 
+PRIORITY = -1
+"""Before the computation, which would otherwise leave an update so little room that the gather behind it comes too late."""
+
 
 class Beside:
     """Where the updates of one optimizer run; on the CPU, where they stand."""
@@ -24,7 +27,7 @@ class Beside:
         if device.type != "cuda":
             return
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+            self._streams[device] = torch.cuda.Stream(device, PRIORITY)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
     @contextmanager

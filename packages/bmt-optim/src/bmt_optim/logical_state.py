@@ -2,6 +2,9 @@
 
 The state of a parameter is ``{key: value}``. A tensor that lies like the parameter's shard is whole, in the parameter's full shape
 (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number); every other value is that of rank 0.
+
+An optimizer that keeps state in a form of its own has the methods ``portable_state(parameter)``, which returns what is stored, and
+``load_portable_state(parameter, state)``.
 """
 
 from __future__ import annotations
@@ -81,8 +84,19 @@ class _Place:
 
     @property
     def state(self) -> dict[str, Any]:
+        if hasattr(self.optimizer, "portable_state"):
+            return dict(self.optimizer.portable_state(self.parameter))
         found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
         return found
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Give the parameter this state in place of its own."""
+        if hasattr(self.optimizer, "load_portable_state"):
+            self.optimizer.load_portable_state(self.parameter, state)
+            return
+        self.optimizer.state.pop(self.parameter, None)
+        if state:
+            self.optimizer.state[self.parameter] = state
 
     @property
     def shape(self) -> torch.Size:
@@ -163,13 +177,14 @@ def _gather(places: Mapping[str, _Place]) -> State:
     whole: State = {}
     for name, values in _agree_on_values(places).items():
         place = places[name]
+        state = place.state
         entry: dict[str, Any] = {}
         for key, value in values.items():
             if value.is_sharded:
                 empty = torch.empty(0, dtype=value.dtype, device=place.parameter.device)
-                found: Any = place.whole(place.state.get(key, empty))
+                found: Any = place.whole(state.get(key, empty))
             else:
-                found = place.state.get(key) if value.small is None else value.small
+                found = state.get(key) if value.small is None else value.small
             if group.rank == 0:
                 entry[key] = _to_host(found)
         whole[name] = entry
@@ -227,9 +242,7 @@ def _scatter(places: Mapping[str, _Place], state: Mapping[str, Mapping[str, Any]
             else:
                 source = state[name][key] if group.rank == 0 else None
                 new[key] = _own_part(place, _broadcast(value, source, place.parameter.device))
-        place.optimizer.state.pop(place.parameter, None)
-        if new:
-            place.optimizer.state[place.parameter] = new
+        place.take(new)
 
 
 def _check(places: Mapping[str, _Place], contents: Mapping[str, Mapping[str, _Value]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from bmt_core.blank import is_watched, place_buffers, require_values, watch_for_values
 from bmt_core.config import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.errors import ConfigError
 from bmt_core.module import extend, reduce_extended, refuse_assign, replace_by_part, whole_value
@@ -34,8 +35,13 @@ class Block(nn.Module):
     ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share what was compiled.
     ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks only.
 
+    ``inner_module`` may be on the meta device: it is sharded as it is and gets its values from :func:`init_parameters`
+    or from a checkpoint. Using it without is an error.
+
     Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
     """
+
+    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.module_init
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):
@@ -70,7 +76,9 @@ class Block(nn.Module):
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
         )
+        place_buffers(self.modules(), current().device)
         self._bmt_block.refresh(self)
+        watch_for_values(self)
         for parameter in self._bmt_block.parameters():
             parameter._initialized = initialized
 
@@ -78,7 +86,9 @@ class Block(nn.Module):
         state = self._bmt_block
         if state.running:  # inside its own call, with the full parameters in place
             return super().__call__(*args, **kwargs)
-        with forward_scope():
+        if is_watched(self):
+            require_values(self)
+        with forward_scope(self):
             return state.run(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +116,15 @@ class Block(nn.Module):
     @_use_checkpoint.setter
     def _use_checkpoint(self, value: bool) -> None:
         self._bmt_block.use_checkpoint = value
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Hugging Face's switch: setting it sets whether the block recomputes; the layer's own way of doing so stays off."""
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self._use_checkpoint = bool(value)
 
     @property
     def _module(self) -> nn.Module:

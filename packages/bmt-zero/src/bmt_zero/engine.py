@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 
+from torch import nn
+
 from bmt_core.runtime import Runtime, current
 from bmt_zero.full_gradients import InFlight
 from bmt_zero.prefetch import Prefetch
@@ -15,6 +17,11 @@ class Engine:
     def __init__(self, runtime: Runtime) -> None:
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = InFlight()
+        runtime.call_observers.append(self._call_begins)
+
+    def _call_begins(self, module: nn.Module) -> None:
+        if "_bmt_block" not in module.__dict__:  # a block says itself when it is used
+            self.prefetch.call_begins(module)
 
 
 _engines: weakref.WeakKeyDictionary[Runtime, Engine] = weakref.WeakKeyDictionary()

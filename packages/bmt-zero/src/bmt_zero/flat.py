@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from bmt_core.blank import has_values
 from bmt_core.comm import Group, Work
 from bmt_core.config import ReduceDtype
 from bmt_core.gradient import GradientSum, GradientWitness
@@ -90,6 +91,12 @@ class FlatShard:
     def full_bytes(self) -> int:
         """Size of the full buffer."""
         return self.layout.total * self.dtype.itemsize
+
+    @property
+    def held_back_bytes(self) -> int:
+        """Size of what :meth:`hold_back` keeps between micro-batches, if any parameter trains."""
+        trains = True in [parameter.requires_grad for parameter in self.parameters]
+        return self.layout.total * summation_dtype(self.dtype).itemsize if trains else 0
 
     @property
     def is_available(self) -> bool:
@@ -315,7 +322,8 @@ class FlatShard:
         whole = ((0, shape.numel()),) * self.group.size
         ranges = whole if self.is_whole else self.layout.ranges(number)
         shard = Shard(shape, ranges, self.group, replicated=self.is_whole)
-        place.copy_(_part(parameter, shard))
+        if has_values(parameter):
+            place.copy_(_part(parameter, shard))
         adopted = make_distributed(parameter, shard, place)
         adopted._in_block = True
         adopted._owner = weakref.ref(self)

@@ -15,31 +15,42 @@ from bmt_zero.flat import FlatShard
 
 
 class InFlight:
-    """Full gradients that the lane still reads: at most one beside the one that backward fills.
+    """Full gradients that the lane still reads: those of one block beside the one whose backward fills its own.
+
+    With none the backward of a block would wait for the reduction of the block before it.
 
     They are memory of the computation, so they are kept until the computation has waited for the lane: see
     [Note: buffer lifetime] in :mod:`bmt_core.lanes`.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, Mark]] = []
+        self._kept: list[tuple[int, torch.Tensor, Mark]] = []
 
-    def keep(self, full: torch.Tensor, mark: Mark) -> None:
-        """Keep ``full`` until ``mark``."""
-        self._kept.append((full, mark))
+    def keep(self, block: int, full: torch.Tensor, mark: Mark) -> None:
+        """Keep ``full``, gradients of the block with that number, until ``mark``."""
+        self._kept.append((block, full, mark))
+
+    def make_room(self) -> None:
+        """Wait for the reductions of all blocks but the last one, and free what they read: before new memory is asked for."""
+        if self._kept:
+            self._free_all_but(self._kept[-1][0])
 
     def let_go(self) -> None:
-        """Wait until nothing is read any more, and free it: before new memory is asked for, and when a pass ends."""
-        kept, self._kept = self._kept, []
-        for _, mark in kept:
-            mark.wait()
+        """Wait until nothing is read any more, and free it: the pass is over."""
+        self._free_all_but(None)
+
+    def _free_all_but(self, last: int | None) -> None:
+        kept, self._kept = self._kept, [entry for entry in self._kept if entry[0] == last]
+        for block, _, mark in kept:
+            if block != last:
+                mark.wait()
 
 
 class FullGradients:
     """The full gradients of ``flat`` in one backward pass of one use."""
 
     def __init__(self, flat: FlatShard, in_flight: InFlight) -> None:
-        in_flight.let_go()
+        in_flight.make_room()
         self.flat = flat
         self._buffer = torch.empty(flat.layout.total, dtype=flat.buffer_dtype, device=flat.device)
         self._views = flat.views_of(self._buffer)

@@ -4,10 +4,11 @@ Autograd would make each gradient in memory of its own, to be copied into the fl
 over all gradients. Here the product writes into the flat tensor. It is the same product, of the same operands in the same
 layout, that autograd would compute.
 
-[Note: save before computing] torch's checkpoint stops a recomputation when the last tensor that backward needs is there
-again, so that a block's last product is not computed a second time. What a custom function saves is seen only after its
-forward returned. So the layer is two functions with the product between them: the first saves the operands and does
-nothing in forward, and everything in backward; the second hands its gradient over to the first.
+[Note: save before computing] A recomputation stops when the last tensor that backward needs is there again, so that a
+block's last product is not computed a second time. What a custom function saves is seen only after its forward returned.
+So the layer tells the recomputation what it is going to save before it computes.
+
+The weight is no saved tensor, which hooks would have to carry through recomputation: backward reads it where it is gathered.
 """
 
 from __future__ import annotations
@@ -49,28 +50,31 @@ class DirectLinear:
         use = None if state is None else state.use
         if use is None or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
-        token = _Operands.apply(input, weight, bias, self, use)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            output = linear(input, weight, bias)
-        result: torch.Tensor = _Result.apply(token, output)  # type: ignore[no-untyped-call]
-        return result
+        recomputation = None if use.recomputation is None else use.recomputation()
+        before = 0 if recomputation is None else recomputation.before_layer(input)
+        output: torch.Tensor = _Linear.apply(input, weight, bias, self, use)  # type: ignore[no-untyped-call]
+        if recomputation is not None:
+            recomputation.after_layer(before, 1)
+        return output
 
 
-class _Operands(torch.autograd.Function):
-    """(input, weight, bias) -> a tensor of the product's shape without memory: see [Note: save before computing]."""
+class _Linear(torch.autograd.Function):
+    """``linear`` with the backward of [Note: save before computing]."""
 
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: DirectLinear, use: Use
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.layer, ctx.use = layer, use
-        return input.new_empty(()).expand(*input.shape[:-1], weight.shape[0])
+        ctx.save_for_backward(input)
+        ctx.weight, ctx.layer, ctx.use = weight, layer, use
+        # Detached: the product of more than two dimensions is a view, and what follows may modify it in place.
+        return linear(input, weight, bias).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        input, weight = ctx.saved_tensors
+        ctx.use.begin_backward()  # a side door, see bmt_zero.saved, may have come first
+        (input,), weight = ctx.saved_tensors, ctx.weight
         grad = grads[0].reshape(-1, weight.shape[0])
         for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
         of_input = grad.mm(weight).view(input.shape) if for_input else None
@@ -81,19 +85,6 @@ class _Operands(torch.autograd.Function):
         if for_bias:
             of_bias = _written(ctx.use, ctx.layer.bias, _BiasGradient(grad))
         return of_input, of_weight, of_bias, None, None
-
-
-class _Result(torch.autograd.Function):
-    """(token, output) -> output, as the result of the operands' function."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        # Detached, not returned as it is: the output may be modified in place by what follows.
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
 
 
 class _WeightGradient:

@@ -7,14 +7,20 @@ That covers loops, repeated, skipped and frozen blocks without a case for any of
 gather and nothing else. It depends only on the calls made so far, so every rank expects the same, and issues the same
 collectives.
 
+That the outermost module is called is an event too, which needs no gather itself: what follows it, the first block, is
+gathered while whatever comes before that block computes.
+
 From a backward to a forward nothing is expected: the optimizer is about to change what would be gathered.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
 
 if TYPE_CHECKING:
     from bmt_zero.state import BlockState
@@ -23,7 +29,7 @@ HOPS = 4  # how many expected events that need no gather are passed over in sear
 
 
 class Event(NamedTuple):
-    """A use of block ``number`` begins."""
+    """A use of block ``number`` begins, or, with a negative number, the call of a module."""
 
     number: int
     is_backward: bool
@@ -39,6 +45,8 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
+        self._numbers = itertools.count(-1, -1)
+        self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def know(self, block: BlockState) -> None:
         """Hear of ``block``, which may be expected from now on."""
@@ -54,11 +62,19 @@ class Prefetch:
         self._before, self._now = self._now, event
         self._gather_ahead(block)
 
+    def call_begins(self, module: nn.Module) -> None:
+        """Note that the call of ``module``, the outermost one, begins; start the gathers of what is expected next. Collective."""
+        event = Event(self._calls.setdefault(module, next(self._numbers)), False)
+        if self._now is not None:
+            self._after[self._before, self._now] = event
+        self._before, self._now = None, event  # whatever was before the call, the same block follows
+        self._gather_ahead(None)
+
     def drop(self) -> None:
         """Free what was gathered ahead and not used: the pass is over."""
         self._go_on_with([])
 
-    def _gather_ahead(self, current: BlockState) -> None:
+    def _gather_ahead(self, current: BlockState | None) -> None:
         ahead: list[int] = []
         spent = 0
         for block in self._expected():
@@ -86,9 +102,10 @@ class Prefetch:
             if following is None or (now.is_backward and not following.is_backward):
                 return
             block = self._blocks.get(following.number)
-            if block is None:
+            if block is not None:
+                yield block
+            elif following.number >= 0:  # a block that is gone
                 return
-            yield block
             before, now = now, following
 
     def _first_guess(self, now: Event) -> Event | None:

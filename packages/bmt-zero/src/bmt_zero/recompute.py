@@ -1,50 +1,211 @@
-"""Activation checkpointing: non-reentrant, with the random numbers of forward, one gather for recomputation and backward."""
+"""Activation checkpointing: non-reentrant, with the random numbers of forward, one gather for recomputation and backward.
+
+What forward saves for backward is thrown away, and counted. When backward asks for the first of these tensors, forward
+runs once more and keeps them, until as many are there: what comes after the last of them is not computed again.
+
+[Note: why not torch's] ``torch.utils.checkpoint`` does the same. Per block it costs the host as much as the whole
+forward and backward of a plain block, in objects, dictionaries and contexts for each saved tensor; with a small batch the
+host is what a step waits for. Here a saved tensor costs one call to count it and one to hand it out, and the generators
+are put back only if forward drew from them.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _device as torch_device
 
+from bmt_core.errors import BmtError
+from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
+from bmt_zero.caches import with_own_caches
 from bmt_zero.nested import tensors_in
 from bmt_zero.use import Use
 
+Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-def recomputed(
-    call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-    use: Use,
-    buffers: Sequence[torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Return ``call(args, kwargs)``; what it saves for backward is thrown away and made again there.
+
+class Recomputation:
+    """What one forward of a block saved for backward: how many tensors, and how to make them again.
 
     ``buffers`` that forward changes in place (running statistics) are changed once, not again by the recomputation.
-
-    The arguments travel as one tuple and one dict, so that no keyword of the inner module meets one of torch's.
     """
-    changing: list[torch.Tensor] | None = None
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Any) -> Any:
-        nonlocal changing
-        if changing is None:
-            versions = [buffer._version for buffer in buffers]
-            try:
-                return call(args, kwargs)
-            finally:
-                # Batch norm changes its statistics, which are vectors, without a trace in their version counters.
-                pairs = zip(buffers, versions, strict=True)
-                changing = [buffer for buffer, version in pairs if buffer.ndim < 2 or buffer._version != version]
-        use.begin_backward()
-        with forward_scope(), _kept(changing):
-            return call(args, kwargs)
+    def __init__(
+        self, call: Call, use: Use, buffers: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.is_running = False
+        self._call = call
+        self._use = use
+        self._inputs = args, kwargs
+        self._before = with_own_caches(self._inputs)
+        self._versions = _versions_of(self._inputs)
+        self._buffers = buffers
+        self._changing: Sequence[torch.Tensor] = ()
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._made: list[torch.Tensor | None] = []
+        self._layers = 0
+        self._last: tuple[int, int] | None = None
+        self._random = _Random(current().device)
+        self._circumstances = _Circumstances(current().device)
+        # Weakly: what autograd saved holds this object, and with it the inputs, as long as backward may come.
+        use.recomputation = weakref.ref(self)
 
-    # The tensors are passed once more, flat: torch looks at them for the devices whose random state it keeps.
-    return checkpoint(run, args, kwargs, tensors_in((args, kwargs)), use_reentrant=False)
+    def forward(self) -> Any:
+        """Return what the block returns, saving nothing but its inputs."""
+        versions = [_version(buffer) for buffer in self._buffers]
+        try:
+            with saved_tensors_hooks(self._count, self._hand_out):
+                return self._call(*self._inputs)
+        finally:
+            self._random.settle()
+            # Batch norm changes its statistics, which are vectors, without a trace in their version counters.
+            pairs = zip(self._buffers, versions, strict=True)
+            self._changing = [b for b, version in pairs if b.ndim < 2 or _version(b) != version]
+
+    def clear(self) -> None:
+        """Let go what was made again: the backward pass is over."""
+        self._made = []
+
+    def before_layer(self, *operands: torch.Tensor) -> int:
+        """Hear of a layer that saves ``operands`` and then computes; end here, if these are the last that backward needs.
+
+        Returns what :meth:`after_layer` is to be told.
+        """
+        self._layers += 1
+        if not self.is_running:
+            return len(self._kinds)
+        is_last = self._last == (self._layers, len(self._made))
+        if is_last and len(self._made) + len(operands) == len(self._kinds):
+            for operand in operands:
+                self._keep(operand)
+        return 0
+
+    def after_layer(self, before: int, operands: int) -> None:
+        """Hear that the layer is done."""
+        if not self.is_running:
+            # Unless somebody else, a hook of the user's inside the block, took what it saved.
+            self._last = (self._layers, before) if len(self._kinds) == before + operands else None
+
+    def _count(self, tensor: torch.Tensor) -> int:
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return len(self._kinds) - 1
+
+    def _hand_out(self, index: int) -> torch.Tensor:
+        made = self._made[index] if index < len(self._made) else None
+        if made is None:
+            self._made = []
+            self._make()
+            made = self._made[index]
+            assert made is not None
+        self._made[index] = None
+        return made
+
+    def _make(self) -> None:
+        if _versions_of(self._inputs) != self._versions:
+            raise BmtError(
+                "An input of a block was modified in place after the block had read it, and the block would be recomputed"
+                " from the new values. Clone it before, use the out-of-place operation, or set use_checkpoint=False."
+            )
+        self._use.begin_backward()
+        self._layers = 0
+        self.is_running = True
+        try:
+            with (
+                saved_tensors_hooks(self._keep, _as_it_is),
+                torch.enable_grad(),
+                self._circumstances.again(),
+                self._random.again(),
+                forward_scope(own_random=False),
+                _kept(self._changing),
+            ):
+                self._call(*with_own_caches(self._before))
+        except _Complete:
+            pass
+        finally:
+            self.is_running = False
+        if len(self._made) < len(self._kinds):
+            raise BmtError(
+                f"A block that was recomputed saved {len(self._made)} tensors for backward, and {len(self._kinds)} in its forward:"
+                " it took another way. Its forward must depend on its arguments, parameters and torch's random numbers"
+                " only; or set use_checkpoint=False."
+            )
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Detached: an operation that saves its own result must not keep itself alive.
+        tensor = tensor.detach()
+        index = len(self._made)
+        self._made.append(tensor)
+        if (tensor.shape, tensor.dtype) != self._kinds[index]:
+            shape, dtype = self._kinds[index]
+            raise BmtError(
+                f"A block that was recomputed saved a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, for backward where its"
+                f" forward saved {tuple(shape)}, {dtype}. Its forward must depend on its arguments, parameters and torch's"
+                " random numbers only; or set use_checkpoint=False."
+            )
+        if len(self._made) == len(self._kinds):
+            raise _Complete
+        return tensor
+
+
+class _Complete(BaseException):
+    """All that backward needs is there. No ``Exception``, which the block might catch."""
+
+
+class _Random:
+    """The generators' states before forward; kept if forward drew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def settle(self) -> None:
+        """Forget the states if nothing was drawn since."""
+        pairs = zip(self._generators, self._states, strict=True)
+        if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
+            self._generators, self._states = [], []
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, draw what forward drew."""
+        present = [generator.get_state() for generator in self._generators]
+        _set_states(self._generators, self._states)
+        try:
+            yield
+        finally:
+            _set_states(self._generators, present)
+
+
+class _Circumstances:
+    """Autocast and the default device, which the recomputation must find as forward did."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._types = dict.fromkeys(("cpu", device.type))
+        self._autocast = self._present_autocast()
+        self._device: torch.device | None = torch_device.CURRENT_DEVICE
+
+    def again(self) -> AbstractContextManager[object]:
+        """Inside, they are what they were."""
+        same_device = self._device in (None, torch_device.CURRENT_DEVICE)
+        if same_device and self._autocast == self._present_autocast():
+            return nullcontext()
+        stack = ExitStack()
+        if self._device is not None:
+            stack.enter_context(self._device)
+        for kind, dtype, enabled, cached in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+        return stack
+
+    def _present_autocast(self) -> list[tuple[str, torch.dtype, bool, bool]]:
+        cached = torch.is_autocast_cache_enabled()
+        return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached) for kind in self._types]
 
 
 @contextmanager
@@ -55,3 +216,20 @@ def _kept(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for buffer, value in zip(buffers, values, strict=True):
             buffer.data.copy_(value)  # by .data: putting a value back is no modification
+
+
+def _versions_of(values: Any) -> list[int]:
+    return [_version(tensor) for tensor in tensors_in(values)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode count no versions
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -24,7 +24,7 @@ from bmt_zero.engine import engine
 from bmt_zero.flat import FlatShard
 from bmt_zero.linear import direct_linears
 from bmt_zero.nested import map_tensors, tensors_in
-from bmt_zero.recompute import recomputed
+from bmt_zero.recompute import Recomputation
 from bmt_zero.saved import saved_for_backward
 from bmt_zero.steps import watch_steps
 from bmt_zero.structure import running, structure_epoch, watch_structure
@@ -184,7 +184,9 @@ class BlockState:
             token, fulls = self._enter(use)
             if self.use_checkpoint and torch.is_grad_enabled():
                 buffers = [buffer for home in self._buffers for buffer in home.values() if buffer is not None]
-                outputs = recomputed(lambda a, k: self._inside(call, use, fulls, a, k), use, buffers, args, kwargs)
+                again = Recomputation(lambda a, k: self._inside(call, use, fulls, a, k), use, buffers, args, kwargs)
+                outputs = again.forward()
+                del again  # what autograd saved keeps it
             elif self.level == 3 and torch.is_grad_enabled():
                 with saved_for_backward(use):
                     outputs = self._inside(call, use, fulls, args, kwargs)

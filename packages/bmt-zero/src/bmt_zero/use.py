@@ -13,6 +13,7 @@ knows, accumulates into all: the ordinary ``backward()``, told from ``autograd.g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from bmt_zero.full_gradients import FullGradients
 
 if TYPE_CHECKING:
     from bmt_zero.flat import FlatShard
+    from bmt_zero.recompute import Recomputation
     from bmt_zero.state import BlockState
 
 
@@ -38,6 +40,7 @@ class Use:
         self.schedule = block.schedule
         self.hook: RemovableHandle | None = None
         self.writes_directly = True
+        self.recomputation: weakref.ref[Recomputation] | None = None
         self._engine = engine()
         self._holds = False
         self._pass: int | None = None  # the backward pass in which the block's part has begun
@@ -114,6 +117,9 @@ class Use:
     def end_pass(self) -> None:
         """The backward pass is over: gradients are complete, and nothing stays gathered, whatever happened in the block."""
         self._pass = None
+        recomputation = None if self.recomputation is None else self.recomputation()
+        if recomputation is not None:
+            recomputation.clear()
         self.end()
         for flat in self.flats:
             flat.sum.finish()
@@ -183,7 +189,7 @@ class Use:
             flat.hold_back(buffer, taking)
             return nothing
         self.call_at_end()
-        self._engine.in_flight.keep(buffer, flat.reduce(buffer, taking))
+        self._engine.in_flight.keep(self.block.number, buffer, flat.reduce(buffer, taking))
         return nothing
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,29 +35,25 @@ class TorchGroup(Group):
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; moves bytes, so every dtype travels."""
-        work: Work = _all_gather_single(_bytes(output), _bytes(input), group=self.process_group, async_op=True)
-        return work
+        return _started(_all_gather_single, _bytes(output), _bytes(input), group=self.process_group)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.reduce_scatter`."""
         if output.dtype == input.dtype:
-            reducing: Work = _reduce_scatter_single(
-                output, input, op=_REDUCE_OPS[op], group=self.process_group, async_op=True
-            )
-            return reducing
+            return _started(_reduce_scatter_single, output, input, op=_REDUCE_OPS[op], group=self.process_group)
         if op not in ("sum", "avg"):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
-        work = dist.all_to_all_single(_bytes(parts), _bytes(input), group=self.process_group, async_op=True)
+        work = _started(dist.all_to_all_single, _bytes(parts), _bytes(input), group=self.process_group)
         return _SumOfParts(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.all_reduce`."""
-        return dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        return _started(dist.all_reduce, tensor, op=_REDUCE_OPS[op], group=self.process_group)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """See :meth:`Group.broadcast`."""
-        return dist.broadcast(_bytes(tensor), src=self.ranks[root], group=self.process_group, async_op=True)  # type: ignore[no-any-return]
+        return _started(dist.broadcast, _bytes(tensor), src=self.ranks[root], group=self.process_group)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Group.send`."""
@@ -177,6 +173,16 @@ class _SumOfParts:
         torch.sum(parts.view(-1, self._output.numel()), dim=0, dtype=self._output.dtype, out=self._output)
         if self._divisor > 1:
             self._output.div_(self._divisor)
+
+
+def _started(operation: Callable[..., Any], tensor: torch.Tensor, *others: torch.Tensor, **options: Any) -> Work:
+    """Start a collective: on the CPU beside the caller, on CUDA in the order of the current stream.
+
+    Told to be asynchronous, torch would put NCCL's kernels on a stream of its own, with two events and the host's time for
+    them at each call. What is to run beside the computation is issued in a lane, which is a stream already.
+    """
+    work: Work | None = operation(tensor, *others, async_op=not tensor.is_cuda, **options)
+    return Finished() if work is None else work
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from bmt_core.ops.host_flag import HostFlag
 from bmt_core.ops.provider import KernelProvider
-from bmt_core.ops.remainder import read_master, remainder_for
+from bmt_core.ops.remainder import read_master, split_master, write_master
 from bmt_core.ops.table import OPERATIONS, REFERENCE, Kernels, choose_kernels
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "Kernels",
     "choose_kernels",
     "read_master",
-    "remainder_for",
+    "split_master",
+    "write_master",
 ]

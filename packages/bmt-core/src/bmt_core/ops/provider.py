@@ -22,6 +22,9 @@ class KernelProvider(ABC):
     device_type: ClassVar[str]
     """``"cpu"`` or ``"cuda"``."""
 
+    has_compact_adam: ClassVar[bool] = False
+    """Whether ``adam_step`` takes masters in two parts (int16) in one pass: ``AdamOptimizer`` then keeps them so by default."""
+
     @abstractmethod
     def available(self) -> str | None:
         """Return None when the kernels can run in this process, otherwise the reason why not, as a clause."""

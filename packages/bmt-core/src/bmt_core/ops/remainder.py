@@ -1,69 +1,61 @@
 """A float32 master kept exactly as its bfloat16 rounding, which is the parameter, and a 16-bit remainder.
 
 [Note: compact master] Of the 32 bits of a master the parameter holds ``(bits + 0x8000) >> 16``, which is the master rounded to
-nearest, halves away from zero, and the remainder holds the low 16 bits, as int16. So ``bits`` is the parameter's 16 bits
-shifted up, plus the remainder: the remainder says where the master lies between the two neighbours of the parameter.
+nearest, halves away from zero, and the remainder holds what is then missing, from -0x8000 to 0x7FFF. So ``bits`` is the
+parameter's 16 bits shifted up, plus the remainder: it says where the master lies between the two neighbours of the parameter.
+
+Why halves do not go to the even neighbour, as everywhere else: 65537 float32 numbers round to an even bfloat16 (the halves on
+both sides among them) and 65535 to an odd one, and 16 bits tell 65536 apart. Truncation has no such trouble (65536 numbers
+each, the remainder is the low half), but then the parameter itself would be truncated, and it is what the model computes with.
+Of the two halves of an even number the one further from zero therefore belongs to the odd neighbour. The master is exact in any
+case; the parameter differs from ``master.bfloat16()`` in the last bit where the low half is 0x8000 under an even upper half.
 
 The parameter is the truth, and the master follows it. Whoever writes a parameter (a loaded model, a pruning mask, swapped
 averages) moves its master along: elements that keep their value keep their exact master, and any other master is off the new
 value by at most half of the value's last bit, which rounding would give back. Nothing has to notice the write. Bits that
 would be NaN although the parameter is not (a zero was written before a negative remainder) mean the parameter itself.
 NaN is stored as one quiet NaN with remainder 0. A master beyond the largest bfloat16 shows as infinity and is kept exactly.
+
+Every step below is one operation on tensors of one integer dtype, so that it means the same on every device.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 
 DTYPE = torch.int16
 """The dtype by which a remainder is told from a float32 master."""
 
+QUIET_NAN = 0x7FC00000
+_HALF = 1 << 15
 
-def read_master(param: torch.Tensor, remainder: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the float32 master of which ``param`` (bfloat16) and ``remainder`` (int16) are the parts, in ``out`` if given.
+
+@torch.no_grad()
+def read_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the float32 master of which ``param`` (bfloat16) and ``remainder`` (int16) are the parts.
 
     >>> third = torch.tensor([1 / 3])
     >>> param, remainder = split_master(third)
     >>> param.item(), torch.equal(read_master(param, remainder), third)
     (0.333984375, True)
     """
-    if out is None:
-        out = torch.empty_like(param, dtype=torch.float32, requires_grad=False)
-    # One pass that widens, shifts and adds; a factor with dimensions, because one without would not widen int16.
-    shift = torch.full((1,) * param.dim(), 1 << 16, dtype=torch.int32, device=param.device)
-    torch.addcmul(remainder, param.detach().view(torch.int16), shift, out=out.view(torch.int32))
-    return torch.where(out.isnan(), param.detach(), out, out=out)
+    bits = param.detach().view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(remainder.to(torch.int32))
+    master = bits.view(torch.float32)
+    return torch.where(master.isnan(), param.detach().to(torch.float32), master)
 
 
-def write_master(
-    master: torch.Tensor, param: torch.Tensor, remainder: torch.Tensor, spare: torch.Tensor | None = None
-) -> None:
-    """Set ``param`` and ``remainder`` to the parts of ``master``, in which every NaN becomes the same one.
-
-    ``spare`` (int32, of the same shape) is memory to compute in.
-    """
-    master.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
-    bits = master.view(torch.int32)
-    raised = torch.add(bits, 1 << 15, out=spare) if spare is not None else bits + (1 << 15)
-    torch.bitwise_right_shift(raised, 16, out=param.detach().view(torch.int16))
-    remainder.copy_(bits)
+@torch.no_grad()
+def write_master(master: torch.Tensor, param: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Set ``param`` (bfloat16) and ``remainder`` (int16) to the parts of ``master`` (float32)."""
+    raised = master.view(torch.int32).masked_fill(master.isnan(), QUIET_NAN).add_(_HALF)
+    param.detach().view(torch.int16).copy_(raised.bitwise_right_shift(16).to(torch.int16))
+    # In the range of int16 before it is narrowed.
+    remainder.copy_(raised.bitwise_and_(0xFFFF).sub_(_HALF).to(torch.int16))
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a parameter and a remainder that are the parts of ``master`` (float32)."""
     param = torch.empty_like(master, dtype=torch.bfloat16)
     remainder = torch.empty_like(master, dtype=DTYPE)
-    write_master(master.clone(), param, remainder)
+    write_master(master, param, remainder)
     return param, remainder
-
-
-def remainder_for(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return the remainder with which ``param`` means ``master``, of which it is the rounding to nearest in either way.
-
-    Where ``master`` lies halfway and ``param`` is the neighbour closer to zero, which cannot be said, it is the next float32.
-    """
-    upper, remainder = split_master(master)
-    is_below = (upper.view(torch.int16) - 1 == param.detach().view(torch.int16)) & (remainder == -(1 << 15))
-    return remainder.masked_fill_(is_below, (1 << 15) - 1)

@@ -54,6 +54,11 @@ class Kernels:
         """Name of the active provider, ``"reference"`` when there is none."""
         return REFERENCE_NAME if self.provider is None else self.provider.name
 
+    @property
+    def has_compact_adam(self) -> bool:
+        """Whether ``adam_step`` is a kernel that takes masters in two parts in one pass; the reference takes several."""
+        return self.adam_step is not reference.adam_step and getattr(self.provider, "has_compact_adam", False)
+
     def on(self, device: torch.device) -> Kernels:
         """Return these kernels if they serve ``device``, otherwise the reference."""
         return self if self.provider is None or self.provider.device_type == device.type else REFERENCE

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from bmt_core.ops import remainder
-from bmt_core.ops.reference.adam_fused import update_fused
-from bmt_core.ops.reference.adam_rows import Row, Settings, batches, groups
+from bmt_core.ops.remainder import DTYPE as REMAINDER
+from bmt_core.ops.remainder import read_master, write_master
 
-# Bounds the float32 temporaries (gradient, denominator, master, and one to compute in) to 64 MiB, however large the shard.
-MAX_ELEMENTS = 1 << 22
+# Bounds the float32 temporaries (a gradient and a denominator per element) to 256 MiB, however large the shard.
+MAX_ELEMENTS = 1 << 25
+# A master in two parts needs four such numbers per element to be put together and taken apart.
+MAX_COMPACT_ELEMENTS = 1 << 24
 
 
 @torch.no_grad()
@@ -45,32 +47,77 @@ def adam_step(
 
     All lists have one entry per parameter and live on one device; the tensors of an entry have one shape. What p is depends on
     ``masters[i]``. None: p is ``params[i]``. A tensor of the dtype of the moments: it is p, and ``params[i]`` becomes p rounded to
-    nearest. An int16 tensor: p is the float32 of which ``params[i]`` (bfloat16) and it are the parts: see [Note: compact
-    master] in :mod:`bmt_core.ops.remainder`. Moments, p and the arithmetic are of one dtype (float32 for parameters of half
-    types); gradients may be of another, and stay as they are.
-
-    On the CPU, with ``scale`` 1 and without ``clip``, the result is that of ``torch.optim.Adam`` (or ``AdamW``) in every bit. On
-    CUDA it is that of ``torch.optim.Adam(fused=True)``, which rounds in other places of the formula (m, the decoupled decay, the
-    quotient): equal to rounding.
+    nearest. An int16 tensor: p is the float32 of which ``params[i]`` (bfloat16) and it are the parts, as defined in
+    [Note: compact master] of :mod:`bmt_core.ops.remainder`; moments and p are those of a float32 master in every bit. Moments, p
+    and the arithmetic are of one dtype (float32 for parameters of half types); gradients may be of another.
+    On the CPU, with ``scale`` 1 and without ``clip``, the result is that of ``torch.optim.Adam`` (or ``AdamW``) in every bit; on
+    CUDA torch's own fused kernel does the work, which is that of ``torch.optim.Adam(fused=True)``.
 
     ``hold``: moments move, parameters do not. ``scale`` (a number or one float32 element), ``clip`` (one float32 element) and
     ``skip`` (one element) are read on the device. Where ``skip`` is not 0 nothing changes, whatever the gradients hold.
     """
-    settings = Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, hold, scale, clip, skip)
-    for rows in groups(params, grads, exp_avgs, exp_avg_sqs, masters):
-        # Fused kernels always write the parameters.
-        if rows[0].param.is_cuda and rows[0].is_flat and not hold:
-            update_fused(rows, settings)
-        else:
-            for batch in batches(rows, MAX_ELEMENTS):
-                _update(batch, settings)
+    settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, hold, scale, clip, skip)
+    for rows in _batches(params, grads, exp_avgs, exp_avg_sqs, masters):
+        update = _update_compact if _is_compact(rows[0]) else _update_whole
+        update(rows, settings)
     if not hold:
-        # Whether a parameter was written is seen by its version: fused kernels do not count it, and it must be seen on ranks
-        # that hold no element of it too.
+        # Whether a parameter was written is seen by its version: fused kernels do not count it everywhere, and it must be seen
+        # on ranks that hold no element of it too.
         torch.autograd.graph.increment_version(params)
 
 
-def _update(rows: Sequence[Row], s: Settings) -> None:
+@dataclass(frozen=True)
+class _Settings:
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    hold: bool
+    scale: float | torch.Tensor
+    clip: torch.Tensor | None
+    skip: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What belongs to one parameter, or to a slice of it."""
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    master: torch.Tensor | None
+
+
+def _is_compact(row: _Row) -> bool:
+    return row.master is not None and row.master.dtype == REMAINDER
+
+
+def _update_compact(rows: Sequence[_Row], s: _Settings) -> None:
+    """Put the masters together, update them like any float32 parameter, and take them apart."""
+    whole = [replace(row, param=_whole_master(row), master=None) for row in rows]
+    _update_whole(whole, s)
+    if s.hold:
+        return
+    for row, updated in zip(rows, whole, strict=True):
+        assert row.master is not None
+        write_master(updated.param, row.param, row.master)
+
+
+def _whole_master(row: _Row) -> torch.Tensor:
+    assert row.master is not None
+    return read_master(row.param, row.master)
+
+
+def _update_whole(rows: Sequence[_Row], s: _Settings) -> None:
+    update = _update_fused if rows[0].param.is_cuda else _update
+    update(rows, s)
+
+
+def _update(rows: Sequence[_Row], s: _Settings) -> None:
     means, squares = [row.exp_avg for row in rows], [row.exp_avg_sq for row in rows]
     weights = [_weight(row) for row in rows]
     grads = _gradients(rows, s)
@@ -102,27 +149,38 @@ def _update(rows: Sequence[Row], s: Settings) -> None:
         # alpha selects the overload for tensors; without it torch reads the value on the host.
         torch._foreach_add_(denominators, _unless(skip, s.eps, math.inf, squares[0]), alpha=1.0)
     torch._foreach_addcdiv_(weights, means, denominators, [-(s.lr / (1 - s.beta1**s.step))] * len(weights))
-    _write_back(rows, weights)
-
-
-def _weight(row: Row) -> torch.Tensor:
-    if row.master is None:
-        return row.param
-    return remainder.read_master(row.param, row.master) if row.master.dtype == remainder.DTYPE else row.master
-
-
-def _write_back(rows: Sequence[Row], weights: list[torch.Tensor]) -> None:
-    if rows[0].master is None:
-        return
-    if rows[0].master.dtype != remainder.DTYPE:
+    if rows[0].master is not None:
         torch._foreach_copy_([row.param for row in rows], weights)
-        return
-    for row, weight in zip(rows, weights, strict=True):
-        assert row.master is not None
-        remainder.write_master(weight, row.param, row.master)
 
 
-def _gradients(rows: Sequence[Row], s: Settings) -> list[torch.Tensor]:
+def _update_fused(rows: Sequence[_Row], s: _Settings) -> None:
+    fused = torch._fused_adamw_ if s.decoupled else torch._fused_adam_
+    step = torch.full((), float(s.step), device=rows[0].param.device)
+    fused(
+        [_weight(row) for row in rows],
+        _gradients(rows, s),
+        [row.exp_avg for row in rows],
+        [row.exp_avg_sq for row in rows],
+        [],
+        [step] * len(rows),
+        lr=0.0 if s.hold else s.lr,
+        beta1=s.beta1,
+        beta2=s.beta2,
+        weight_decay=s.weight_decay,
+        eps=s.eps,
+        amsgrad=False,
+        maximize=False,
+        found_inf=None if s.skip is None else s.skip.reshape(()).ne(0).float(),
+    )
+    if rows[0].master is not None and not s.hold:
+        torch._foreach_copy_([row.param for row in rows], [_weight(row) for row in rows])
+
+
+def _weight(row: _Row) -> torch.Tensor:
+    return row.param if row.master is None else row.master
+
+
+def _gradients(rows: Sequence[_Row], s: _Settings) -> list[torch.Tensor]:
     """The gradients in the dtype of the moments, unscaled and clipped; the given tensors where nothing is to be done."""
     grads = [row.grad for row in rows]
     if any(row.grad.dtype != row.exp_avg.dtype for row in rows):
@@ -139,3 +197,34 @@ def _gradients(rows: Sequence[Row], s: Settings) -> list[torch.Tensor]:
 
 def _unless(skip: torch.Tensor, value: float, neutral: float, like: torch.Tensor) -> torch.Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device).masked_fill(skip, neutral)
+
+
+def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
+    """Cut long flat shards into slices; yield rows of one dtype and one kind of master, of a bounded number of elements."""
+    groups: dict[tuple[torch.dtype, torch.dtype | None], list[_Row]] = {}
+    for column in zip(*columns, strict=True):
+        row = _Row(*column)
+        if row.param.numel():
+            kind = None if row.master is None else row.master.dtype
+            groups.setdefault((row.exp_avg.dtype, kind), []).append(row)
+    for rows in groups.values():
+        limit = MAX_COMPACT_ELEMENTS if _is_compact(rows[0]) else MAX_ELEMENTS
+        batch: list[_Row] = []
+        elements = 0
+        for row in (piece for whole in rows for piece in _slices(whole, limit)):
+            if batch and elements + row.param.numel() > limit:
+                yield batch
+                batch, elements = [], 0
+            batch.append(row)
+            elements += row.param.numel()
+        yield batch
+
+
+def _slices(row: _Row, limit: int) -> Iterator[_Row]:
+    if row.param.dim() != 1 or row.param.numel() <= limit:
+        yield row
+        return
+    for start in range(0, row.param.numel(), limit):
+        part = slice(start, start + limit)
+        master = None if row.master is None else row.master[part]
+        yield _Row(row.param[part], row.grad[part], row.exp_avg[part], row.exp_avg_sq[part], master)

@@ -1,0 +1,159 @@
+"""A language model whose parameters are all outside of Blocks, trained in plain torch and on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bmt_core import DistributedModule, DistributedParameter
+from bmt_core.module import extend
+from bmt_core.runtime import current, rank, world_size
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 8, 5
+
+
+class Model(nn.Module):
+    """Sizes that no number of ranks divides; ``spare`` is used when asked, ``frozen`` does not train."""
+
+    def __init__(self, tied: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=dtype)
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.spare = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.frozen = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, use_spare: bool = False, read_spare: bool = False) -> torch.Tensor:
+        hidden = self.frozen(self.norm(self.embedding(tokens)))
+        if read_spare:
+            self.spare(hidden)
+        if use_spare:
+            hidden = hidden + self.spare(hidden)
+        return self.head(hidden).float()  # type: ignore[no-any-return]
+
+
+def model(**options: Any) -> Model:
+    torch.manual_seed(1)
+    return Model(**options)
+
+
+def sharded(plain: nn.Module) -> nn.Module:
+    """Make every parameter distributed, alone, as ``BMTrainModelWrapper`` does outside of lists."""
+    made: dict[int, DistributedParameter] = {}
+    for module in plain.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                part = made.setdefault(
+                    id(parameter), DistributedParameter(parameter.data, requires_grad=parameter.requires_grad)
+                )
+                module._parameters[name] = part
+        extend(module, DistributedModule)
+    return plain
+
+
+def tokens(step: int, micro_batch: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+
+def own(batch: torch.Tensor) -> torch.Tensor:
+    return batch.chunk(world_size())[rank()].to(current().device)
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch, **options).flatten(0, 1), batch.flatten(), reduction="sum") / BATCH
+
+
+def trained(model: nn.Module, slices: Callable[[torch.Tensor], torch.Tensor], plan: list[dict[str, Any]]) -> Any:
+    """Losses, gradients and parameters after each of the steps in ``plan``, whole; ``micro`` is the number of micro-batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    history = []
+    for step, given in enumerate(plan):
+        options = dict(given)
+        losses = []
+        for micro_batch in range(options.pop("micro", 1)):
+            loss = loss_of(model, slices(tokens(step, micro_batch)), **options)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        grads = [None if p.grad is None else whole(p, p.grad) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((torch.stack(losses).cpu(), grads, [whole(p, p.detach()) for p in model.parameters()]))
+    return history
+
+
+def whole(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if isinstance(parameter, DistributedParameter):
+        part = parameter.gather_like(part)
+    return part.detach().clone().cpu()
+
+
+def trained_on_ranks(plan: list[dict[str, Any]], options: dict[str, Any]) -> Any:
+    return trained(sharded(model(**options).to(current().device)), own, plan)
+
+
+def used_on_rank_0_only(read: bool) -> list[bool]:
+    """Whether ``spare`` has a gradient on this rank, when only rank 0 uses what every rank computes with it."""
+    shards = sharded(model())
+    for step in range(3):
+        shards.zero_grad()
+        output = shards(own(tokens(step)), use_spare=rank() == 0, read_spare=read)
+        output.sum().backward()
+    return [p.grad is not None for p in shards.spare.parameters()]
+
+
+class Failing(Model):
+    fails = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("as it should")
+        return super().forward(*args, **kwargs)
+
+
+def survives_failures() -> tuple[bool, bool]:
+    """Whether a call that fails before it reads what was gathered ahead leaves a model that trains, and nothing gathered."""
+    torch.manual_seed(1)
+    plain = Failing()
+    torch.manual_seed(1)
+    shards = sharded(Failing())
+    for step in range(4):
+        for module in (plain, shards):
+            assert isinstance(module, Failing)
+            module.fails = step == 2
+        if step == 2:
+            try:
+                shards(own(tokens(step)))
+            except ValueError:
+                pass
+            continue
+        loss_of(shards, own(tokens(step))).backward()  # type: ignore[no-untyped-call]
+        loss_of(plain, tokens(step)).backward()  # type: ignore[no-untyped-call]
+    pairs = zip(plain.parameters(), shards.parameters(), strict=True)
+    equal = all(p.grad is None or torch.allclose(p.grad, whole(s, s.grad), atol=1e-5) for p, s in pairs)  # type: ignore[arg-type]
+    from bmt_core.scope import _scope
+
+    return equal, not _scope.ahead and not _scope.gathered
+
+
+def in_other_modes() -> bool:
+    """Whether calls without gradients, in inference mode, and calls in which a parameter is changed give the plain result."""
+    plain, shards = model(), sharded(model())
+    batch = tokens(0)
+    results = []
+    for _ in range(3):
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                results.append(torch.allclose(shards(own(batch)), own(plain(batch)), atol=1e-6))
+        with torch.no_grad():
+            for module in (plain, shards):
+                for parameter in module.parameters():
+                    parameter.mul_(1.25)
+    return all(results)

@@ -1,0 +1,35 @@
+"""Parameters for tests of ``AdamOptimizer``, and what runs on several ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from bmt_core.parameter import DistributedParameter
+from bmt_optim import AdamOptimizer
+
+SHAPES = [(3, 5), (17,), (1,), (0,), (2, 3, 4)]
+
+
+def parameters(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(params: list[torch.nn.Parameter], step: int, *, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def masters_of_shards(compact_master: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Train for six steps, and return whole parameters and whole masters."""
+    whole = parameters(torch.bfloat16)
+    shards = [DistributedParameter(p.detach()) for p in whole]
+    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1, compact_master=compact_master)
+    for step in range(6):
+        give_gradients(whole, step)
+        for p, shard in zip(whole, shards, strict=True):
+            assert p.grad is not None
+            shard.grad = shard.local_part(p.grad).clone()
+        optimizer.step()
+    return [(s.gather_like(s.detach()), s.gather_like(optimizer.portable_state(s)["_param_fp32"])) for s in shards]
