@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
 import shutil
@@ -19,7 +20,7 @@ from bmt_core.cli import main
 from bmt_core.ops import OPERATIONS, Kernels, choose_kernels, reference
 from bmt_core.plugins import Registry
 from bmt_core.runtime import Runtime
-from bmt_kernels import CpuKernels, CudaKernels, binaries, bits, plugin
+from bmt_kernels import CpuKernels, CudaKernels, binaries, bits, plugin, provider
 
 CPU = torch.device("cpu")
 
@@ -146,8 +147,8 @@ def test_doctor_says_what_is_active_and_why_not(
 
 def test_float32_adam_equals_torch_on_this_processor_or_is_left_to_the_reference() -> None:
     """Whether it does is tried out, and here there is a square root with which it does."""
-    provider = CpuKernels()
-    assert provider.equals_torch()
+    kernels = CpuKernels()
+    assert kernels.equals_torch()
     module = binaries.load("_cpu")
     assert module is not None and bits.choose_square_root(module)
 
@@ -158,6 +159,24 @@ def test_cuda_module_is_compiled_for_hopper_where_there_is_a_compiler() -> None:
         pytest.skip(f"no nvcc, and no CUDA module: {binaries.problem('_cuda')}")
     assert module is not None, binaries.problem("_cuda")
     assert 900 in module.ARCHITECTURES
+
+
+@pytest.mark.parametrize("name", ["_cpu", "_cuda"])
+def test_stub_has_what_the_compiled_module_has(name: str) -> None:
+    module = binaries.load(name)
+    if module is None:
+        pytest.skip(f"no such module here: {binaries.problem(name)}")
+    stub = ast.parse(Path(provider.__file__).with_name(f"{name}.pyi").read_text())
+    functions = {item.name: item for item in stub.body if isinstance(item, ast.FunctionDef)}
+    others = {item.name for item in stub.body if isinstance(item, ast.ClassDef)}
+    others |= {
+        item.target.id for item in stub.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+    assert {public for public in dir(module) if not public.startswith("_")} == functions.keys() | others
+    for public, item in functions.items():
+        # pybind11 writes the signature in the first line of the docstring.
+        (signature, *_) = getattr(module, public).__doc__.splitlines()
+        assert signature.count(": ") == len(item.args.posonlyargs) + len(item.args.args), signature
 
 
 def test_cuda_kernels_are_not_used_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
