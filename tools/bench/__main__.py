@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-COMMANDS = {"measure": "bench.run", "table": "bench.table", "timeline": "bench.timeline"}
+COMMANDS = {"kernels": "bench.kernels", "measure": "bench.run", "table": "bench.table", "timeline": "bench.timeline"}
 
 
 def main() -> int:

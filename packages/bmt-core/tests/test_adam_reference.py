@@ -85,7 +85,7 @@ def test_a_compact_master_is_the_whole_master_in_every_bit(
     decoupled: bool, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if limit is not None:
-        monkeypatch.setattr("bmt_core.ops.reference.adam.MAX_COMPACT_ELEMENTS", limit)
+        monkeypatch.setattr("bmt_core.ops.reference.adam.MAX_ELEMENTS", limit)
     whole, compact = Case("bfloat16"), Case("compact")
     for step in range(1, 31):
         torch.manual_seed(step)

@@ -389,7 +389,8 @@ def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(
             assert half.grad is not None
             p.grad = half.grad.float()
         plain.step()
-    for gathered in run_ranks(masters_of_shards, world_size, compact_master):
+    # Compiled kernels equal torch's half-precision Adam to rounding only.
+    for gathered in run_ranks(masters_of_shards, world_size, compact_master, env={"BMT_KERNELS": "reference"}):
         for (value, master), p in zip(gathered, wide, strict=True):
             assert torch.equal(master, p.detach()) and torch.equal(value, p.detach().bfloat16())
 

@@ -237,7 +237,8 @@ def test_gathered_state_resumes_at_any_world_size(
 def test_gathered_state_resumes_with_the_other_kind_of_master(
     run_ranks: Any, before: int, after: int, kind: str, then: str
 ) -> None:
-    saved = run_ranks(_train_and_gather, before, kind, torch.bfloat16)
+    plain_torch = {"BMT_KERNELS": "reference"}  # what ``straight``, which is outside of a run, computes with
+    saved = run_ranks(_train_and_gather, before, kind, torch.bfloat16, env=plain_torch)
     values, state, expected = saved[0]
     straight = Training("bmt", torch.bfloat16)  # one process, whole masters
     straight.run(range(6))
@@ -246,7 +247,7 @@ def test_gathered_state_resumes_with_the_other_kind_of_master(
         own = next(o.state[place] for o in straight.manager.optimizers if place in o.state)
         assert "_param_remainder" not in entry
         assert torch.equal(entry["_param_fp32"], own["_param_fp32"].reshape(entry["_param_fp32"].shape))
-    for resumed in run_ranks(_resume_gathered, after, then, torch.bfloat16, values, state, True):
+    for resumed in run_ranks(_resume_gathered, after, then, torch.bfloat16, values, state, True, env=plain_torch):
         assert same(resumed, expected)
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from bmt_core.blank import is_watched, require_values
 from bmt_core.errors import ConfigError
 from bmt_core.parameter import DistributedParameter
 from bmt_core.scope import forward_scope, gather_once, reading_parts
@@ -32,6 +33,8 @@ class DistributedModule(nn.Module):
         return super().__getattr__(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_watched(self):
+            require_values(self)
         with forward_scope(self):
             return super().__call__(*args, **kwargs)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bmt_core.comm.api import Group
+from bmt_core.module_init import ModuleInit, initialize_blanks, initializing, run_init_method
 from bmt_core.parameter import DistributedParameter
 from bmt_core.runtime import current
 
@@ -31,18 +32,23 @@ class ParameterInitializer:
         return self.func(tensor, *self.args, **self.kwargs)
 
 
-def init_parameters(model: nn.Module) -> None:
-    """Give every distributed parameter with an ``init_method`` its initial value.
+def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None:
+    """Give every distributed parameter with an ``init_method`` its initial value, and whatever has none a value.
 
     The values equal those of the same calls, in the order of ``model.parameters()``, on whole tensors in one process
     with the same seed. Every rank draws all numbers and keeps its part: nothing is communicated, and one whole tensor
     exists at a time. Tied parameters are initialised once. Parameters of a Block made with ``initialized=True`` keep
     their values.
+
+    What was made on the meta device and has no ``init_method`` is then initialised by its modules, children first,
+    with one block whole at a time: by ``init(module)``, by the ``_init_weights(module)`` of a module around, or by
+    ``reset_parameters()``; see :func:`bmt_core.module_init.initialize_blanks`.
     """
-    with torch.no_grad():
+    with initializing():
         for parameter in model.parameters():
             if isinstance(parameter, DistributedParameter) and not parameter._initialized:
-                _initialize(parameter)
+                run_init_method(parameter)
+    initialize_blanks(model, init)
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[Group, list[nn.Parameter]]]:
@@ -55,14 +61,3 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[Group, list[nn.Parame
         group = parameter.group if isinstance(parameter, DistributedParameter) else current().world
         grouped.setdefault(group.ranks, (group, []))[1].append(parameter)
     yield from grouped.values()
-
-
-def _initialize(parameter: DistributedParameter) -> None:
-    if parameter._init_method is None:
-        return
-    whole = torch.empty(parameter._tp_original_shape, dtype=parameter.dtype, device=parameter.device)
-    parameter._init_method(whole)
-    if whole.shape != parameter.full_shape:
-        split = parameter._tp_split_dim
-        whole = whole.chunk(current().topology.axis_size("tp"), dim=split)[current().topology.axis_rank("tp")]
-    parameter.copy_(parameter.local_part(whole))

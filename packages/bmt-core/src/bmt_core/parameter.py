@@ -18,6 +18,7 @@ import torch.utils._foreach_utils as foreach_utils
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
+from bmt_core.blank import blank_whole, has_values, mark_blank
 from bmt_core.comm.api import Group
 from bmt_core.comm.autograd import AllGather
 from bmt_core.errors import ConfigError
@@ -54,7 +55,8 @@ class DistributedParameter(torch.nn.Parameter):
     ``data`` is the whole tensor, or with ``tp_mode`` this rank's tensor-parallel slice of it, cut along
     ``tp_split_dim`` (-1: replicated over tp). Every rank passes the same values (``init_distributed`` seeds alike)
     and keeps its part; nothing is communicated. ``group`` is by default all ranks, or those that hold the same
-    tensor-parallel slice. ``init_method`` is called by :func:`init_parameters` with the whole tensor.
+    tensor-parallel slice. ``init_method`` is called by :func:`init_parameters` with the whole tensor. ``data`` on the
+    meta device has no values: the part gets memory, and must be initialised or loaded before it is read.
 
     ``.grad`` is this rank's part of the gradient, *summed* over the group, in the parameter's dtype.
     """
@@ -81,10 +83,10 @@ class DistributedParameter(torch.nn.Parameter):
         runtime = current()
         _check(data)
         shard = whole_tensor_shard(data.shape, group or _default_group(tp_mode, tp_split_dim))
-        with torch.no_grad():
-            part = shard.part(data.detach()).to(runtime.device, copy=True)
-        self = torch.Tensor._make_subclass(cls, part, requires_grad)
+        self = torch.Tensor._make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
         self._set_place(shard, init_method, tp_mode, tp_split_dim)
+        if not has_values(data):
+            mark_blank(self)
         return self
 
     @property
@@ -111,6 +113,8 @@ class DistributedParameter(torch.nn.Parameter):
         Backward: the gradient is summed over :attr:`group`, in float32 for half types, and this rank keeps its part.
         Collective.
         """
+        if not has_values(self):
+            return blank_whole(self.full_shape, self.dtype)
         if self._sum is not None:
             self._sum.forget_if_cleared()
         self._wait_for_updates()
@@ -228,20 +232,22 @@ class DistributedParameter(torch.nn.Parameter):
         self._in_block = False
         self._owner = None
         self._sum: GradientSum | None = None
-        self._set_history((False, False, None))
+        self._set_history((False, False, None, False))
 
     def _wait_for_updates(self) -> None:
         owner = self._owner() if self._owner is not None else None
         if owner is not None:
             owner.data_ready()
 
-    def _history(self) -> tuple[bool, bool, int | None]:
-        return self._initialized, self._shared, self._flat_index
+    def _history(self) -> tuple[bool, bool, int | None, bool]:
+        return self._initialized, self._shared, self._flat_index, not has_values(self)
 
-    def _set_history(self, history: tuple[bool, bool, int | None]) -> None:
+    def _set_history(self, history: tuple[bool, bool, int | None, bool]) -> None:
         # Whether the values are final; whether several Blocks use it, and none may shard it with its own; which of its
-        # Block's flat shards it lies in, so that laying out again changes no rank's part.
-        self._initialized, self._shared, self._flat_index = history
+        # Block's flat shards it lies in, so that laying out again changes no rank's part; whether it has no values.
+        self._initialized, self._shared, self._flat_index, is_blank = history
+        if is_blank:
+            mark_blank(self)
 
     def _gradient_sum(self) -> GradientSum:
         if self._sum is None:
@@ -277,12 +283,17 @@ def whole_tensor_shard(shape: torch.Size, group: Group) -> Shard:
 def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Tensor) -> DistributedParameter:
     """Turn ``parameter`` into a :class:`DistributedParameter` that keeps ``part``; the object stays the same one.
 
-    So modules, ties and optimizers that hold it already go on holding the right thing.
+    So modules, ties and optimizers that hold it already go on holding the right thing. A parameter without values
+    stays without.
     """
+    is_blank = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
         _check(parameter)
+        if parameter.is_meta:
+            _leave_meta(parameter, part.device)
         # A graph made before may keep the gradient accumulator alive, which expects the old shape; a change of dtype drops it.
-        parameter.data = torch.empty(0, dtype=torch.float64 if part.dtype == torch.float32 else torch.float32)
+        other_dtype = torch.float64 if part.dtype == torch.float32 else torch.float32
+        parameter.data = torch.empty(0, dtype=other_dtype, device=part.device)
         parameter.data = part
         parameter.__class__ = DistributedParameter
         made: Any = parameter
@@ -296,7 +307,31 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     result: DistributedParameter = made
     if result.grad is not None and result.grad.shape != part.shape:
         result.grad = None
+    if is_blank:
+        mark_blank(result)
     return result
+
+
+def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:
+    """Return a copy on ``device`` of this rank's part of ``data``; memory alone if ``data`` is on the meta device."""
+    if data.is_meta:
+        return torch.empty(shard.end - shard.start, dtype=data.dtype, device=device)
+    with torch.no_grad():
+        return shard.part(data.detach()).to(device, copy=True)
+
+
+def lend_data(parameter: DistributedParameter, data: torch.Tensor) -> None:
+    """Give ``parameter`` other data for a while, of any shape. Its owner is not told: give it its part back."""
+    _torch_data.__set__(parameter, data)
+
+
+def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
+    # torch gives a tensor no data of another kind, but two of them can change places under the objects that people hold.
+    # Not by torch.utils.swap_tensors: it refuses a parameter with weak references, as nn.LSTM has to its own.
+    other = torch.nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(parameter, other)
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
 def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
@@ -335,7 +370,7 @@ def _rebuild(
     init_method: InitMethod | None,
     tp_mode: bool,
     tp_split_dim: int,
-    history: tuple[bool, bool, int | None],
+    history: tuple[bool, bool, int | None, bool],
 ) -> DistributedParameter:
     shape, ranges, ranks, replicated = place
     shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from bmt_core.blank import has_values
 from bmt_core.parameter import DistributedParameter
 from bmt_core.rng import rank_random
 from bmt_core.runtime import current, is_initialized
@@ -129,7 +130,8 @@ def _gather_ahead(module: nn.Module, mode: tuple[bool, bool]) -> None:
     parameters = module.parameters() if known is None else [reference() for reference in known]
     kinds: dict[object, list[DistributedParameter]] = {}
     for parameter in parameters:
-        if isinstance(parameter, DistributedParameter) and _is_apart(parameter):
+        # One without values raises when it is read, by its own gather().
+        if isinstance(parameter, DistributedParameter) and _is_apart(parameter) and has_values(parameter):
             kinds.setdefault((parameter.group.ranks, parameter.dtype, parameter.device), []).append(parameter)
     for members in kinds.values():
         together = Together(members, _scope.read)

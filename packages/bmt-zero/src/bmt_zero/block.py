@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from bmt_core.blank import is_watched, place_buffers, require_values, watch_for_values
 from bmt_core.config import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.errors import ConfigError
 from bmt_core.module import extend, reduce_extended, refuse_assign, replace_by_part, whole_value
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
+from bmt_zero.nested import tensors_in
 from bmt_zero.state import BlockState
 
 Mode = Literal["BLOCK", "PIPE"]
@@ -34,8 +37,13 @@ class Block(nn.Module):
     ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share what was compiled.
     ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks only.
 
+    ``inner_module`` may be on the meta device: it is sharded as it is and gets its values from :func:`init_parameters`
+    or from a checkpoint. Using it without is an error.
+
     Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
     """
+
+    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.module_init
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):
@@ -70,7 +78,9 @@ class Block(nn.Module):
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
         )
+        place_buffers(self.modules(), current().device)
         self._bmt_block.refresh(self)
+        watch_for_values(self)
         for parameter in self._bmt_block.parameters():
             parameter._initialized = initialized
 
@@ -80,6 +90,8 @@ class Block(nn.Module):
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
+        if is_watched(self):
+            require_values(self)
         with forward_scope(self):
             return state.run(self, super().__call__, args, kwargs)
 
@@ -87,8 +99,10 @@ class Block(nn.Module):
         """Run the inner module on whole parameters; takes every argument that it takes."""
         if not self._bmt_block.running:
             return self(*args, **kwargs)
-        if self._bmt_block.compile:
-            return compiled_forward(type(self).__dict__["_bmt_extends"][1])(self, *args, **kwargs)
+        state = self._bmt_block
+        if state.compile:
+            recomputes = state.use_checkpoint and torch.is_grad_enabled()
+            return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
     @property
@@ -108,6 +122,15 @@ class Block(nn.Module):
     @_use_checkpoint.setter
     def _use_checkpoint(self, value: bool) -> None:
         self._bmt_block.use_checkpoint = value
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Hugging Face's switch: setting it sets whether the block recomputes; the layer's own way of doing so stays off."""
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, value: bool) -> None:
+        self._use_checkpoint = bool(value)
 
     @property
     def _module(self) -> nn.Module:
@@ -161,7 +184,21 @@ def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def compiled_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the compiled ``forward`` of modules of class ``kind``."""
-    compiled: Callable[..., Any] = torch.compile(kind.forward)
+def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
+    """Return the compiled ``forward`` of modules of class ``kind``.
+
+    What is recomputed is compiled too: so the compiler sees what backward needs, and makes no more of it.
+    """
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not recomputes:
+            return kind.forward(module, *args, **kwargs)
+
+        def again(*tensors: torch.Tensor) -> Any:
+            return kind.forward(module, *args, **kwargs)
+
+        # The tensors are passed for their devices, whose random state torch keeps where it does not compile.
+        return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
+
+    compiled: Callable[..., Any] = torch.compile(forward)
     return compiled

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from bmt_core.blank import has_values
 from bmt_core.comm import Group, Work
 from bmt_core.config import ReduceDtype
 from bmt_core.gradient import GradientSum, GradientWitness
@@ -321,7 +322,8 @@ class FlatShard:
         whole = ((0, shape.numel()),) * self.group.size
         ranges = whole if self.is_whole else self.layout.ranges(number)
         shard = Shard(shape, ranges, self.group, replicated=self.is_whole)
-        place.copy_(_part(parameter, shard))
+        if has_values(parameter):
+            place.copy_(_part(parameter, shard))
         adopted = make_distributed(parameter, shard, place)
         adopted._in_block = True
         adopted._owner = weakref.ref(self)

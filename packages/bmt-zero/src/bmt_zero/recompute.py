@@ -23,6 +23,7 @@ from torch.utils import _device as torch_device
 from bmt_core.errors import BmtError
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
+from bmt_zero.caches import with_own_caches
 from bmt_zero.nested import tensors_in
 from bmt_zero.saved import check_version
 from bmt_zero.use import Use
@@ -43,6 +44,7 @@ class Recomputation:
         self._call = call
         self._use = use
         self._inputs = args, kwargs
+        self._before = with_own_caches(self._inputs)
         self._versions = _versions_of(self._inputs)
         self._buffers = buffers
         self._changing = buffers  # all, until forward has shown which
@@ -127,7 +129,7 @@ class Recomputation:
                 forward_scope(own_random=False),
                 _kept(self._changing),
             ):
-                self._call(*self._inputs)
+                self._call(*with_own_caches(self._before))
         except _Complete:
             pass
         finally:

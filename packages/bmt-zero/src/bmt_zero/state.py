@@ -182,7 +182,7 @@ class BlockState:
         backward_follows = False
         try:
             token, fulls = self._enter(use)
-            if self.use_checkpoint and torch.is_grad_enabled():
+            if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
                 buffers = [buffer for home in self._buffers for buffer in home.values() if buffer is not None]
                 again = Recomputation(lambda a, k: self._inside(call, use, fulls, a, k), use, buffers, args, kwargs)
                 outputs = again.forward()

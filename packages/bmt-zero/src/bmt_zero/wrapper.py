@@ -8,23 +8,31 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from bmt_core.blank import place_buffers, watch_for_values
 from bmt_core.module import DistributedModule, extend
-from bmt_core.parameter import DistributedParameter, make_distributed, whole_tensor_shard
+from bmt_core.module_init import ModuleInit, initialize_blanks, make_unsaved_buffers
+from bmt_core.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
 from bmt_core.runtime import current
 from bmt_zero.block import Block
+from bmt_zero.caches import without_cache_in_recomputation
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def BMTrainModelWrapper(model: ModuleT) -> ModuleT:
+def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
     Children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) stay inside. All other
     parameters become :class:`DistributedParameter` and read as whole tensors. A parameter that is tied across blocks,
     or to something outside, stays one parameter. Buffers move to the run's device. Every rank must hold the same
     values before, and keeps its part.
+
+    A model that was built under ``torch.device("meta")`` is then initialised, with one block whole at a time: by
+    ``init(module)``, called for every module, children first; by default as :func:`init_parameters` says, by
+    ``_init_weights`` of Hugging Face models and ``reset_parameters`` of modules. ``init=False`` draws nothing, for a
+    model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
     """
-    runtime = current()
+    place_buffers(model.modules(), current().device)  # all at once: those that several modules hold stay one tensor
     blocks = list(_outermost_list_members(model))
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):
@@ -37,9 +45,12 @@ def BMTrainModelWrapper(model: ModuleT) -> ModuleT:
     for module in _modules_outside(model):
         if module is model or module._parameters:
             extend(module, DistributedModule)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(runtime.device)
+        without_cache_in_recomputation(module)
+    if init is False:
+        make_unsaved_buffers(model)
+        watch_for_values(model)
+    else:
+        initialize_blanks(model, None if init is True else init)
     return model
 
 
@@ -98,5 +109,4 @@ def _shard_alone(parameter: nn.Parameter) -> DistributedParameter:
     runtime = current()
     shard = whole_tensor_shard(parameter.shape, runtime.topology.shard_group())
     with torch.no_grad():
-        part = shard.part(parameter.detach()).to(runtime.device, copy=True)
-        return make_distributed(parameter, shard, part)
+        return make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))

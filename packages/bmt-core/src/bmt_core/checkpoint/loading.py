@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from bmt_core.blank import off_meta
 from bmt_core.checkpoint.background import wait_for_saves
 from bmt_core.checkpoint.choice import FormatChoice, choose_format
 from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
@@ -32,9 +33,13 @@ def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *,
     With ``strict`` False keys that only the file or only the model has are left out, as torch does. Returns torch's
     named tuple ``(missing_keys, unexpected_keys)``.
     """
+    with off_meta():
+        return _load(model, Path(path), strict, format)
+
+
+def _load(model: nn.Module, source: Path, strict: bool, format: FormatChoice) -> Any:
     wait_for_saves()
     group = world_group()
-    source = Path(path)
     reader: CheckpointReader | None = None
     try:
         with together(group, f"loading {source}"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_core.blank import has_values
 from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
 from bmt_core.checkpoint.torch_format import memory_of
 from bmt_core.comm.api import Group
@@ -105,8 +106,11 @@ def world_group() -> Group:
 def _check_storable(name: str, value: torch.Tensor) -> None:
     if value.layout != torch.strided:
         raise CheckpointError(f"{name} is a sparse tensor, which a checkpoint cannot hold. Keep it as a dense one.")
-    if value.is_meta:
-        raise CheckpointError(f"{name} is on the meta device and has no values. Materialise the model first.")
+    if not has_values(value):
+        verb = "is" if value.is_meta else "was made"
+        raise CheckpointError(
+            f"{name} {verb} on the meta device and has no values. Call init_parameters(model), or load a checkpoint, first."
+        )
 
 
 def _identity(value: torch.Tensor) -> Any:

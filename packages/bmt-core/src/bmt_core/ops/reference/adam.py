@@ -11,10 +11,10 @@ import torch
 from bmt_core.ops.remainder import DTYPE as REMAINDER
 from bmt_core.ops.remainder import read_master, write_master
 
-# Bounds the float32 temporaries (a gradient and a denominator per element) to 256 MiB, however large the shard.
-MAX_ELEMENTS = 1 << 25
-# A master in two parts needs four such numbers per element to be put together and taken apart.
-MAX_COMPACT_ELEMENTS = 1 << 24
+# Bounds the float32 temporaries to 256 MiB, however large the shard: a gradient and a denominator per element, and two more
+# numbers where a master is put together and taken apart. One bound for all: how torch's fused kernels round depends on the
+# length of what they are given.
+MAX_ELEMENTS = 1 << 24
 
 
 @torch.no_grad()
@@ -113,8 +113,14 @@ def _whole_master(row: _Row) -> torch.Tensor:
 
 
 def _update_whole(rows: Sequence[_Row], s: _Settings) -> None:
-    update = _update_fused if rows[0].param.is_cuda else _update
+    update = _update_fused if rows[0].param.is_cuda and _has_one_layout(rows[0]) else _update
     update(rows, s)
+
+
+def _has_one_layout(row: _Row) -> bool:
+    """Whether the tensors of ``row`` lie alike in memory, which torch's fused kernels want."""
+    others = [tensor for tensor in (row.grad, row.exp_avg, row.exp_avg_sq, row.master) if tensor is not None]
+    return all(tensor.stride() == row.param.stride() for tensor in others)
 
 
 def _update(rows: Sequence[_Row], s: _Settings) -> None:
@@ -201,18 +207,17 @@ def _unless(skip: torch.Tensor, value: float, neutral: float, like: torch.Tensor
 
 def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
     """Cut long flat shards into slices; yield rows of one dtype and one kind of master, of a bounded number of elements."""
-    groups: dict[tuple[torch.dtype, torch.dtype | None], list[_Row]] = {}
+    groups: dict[tuple[torch.dtype, torch.dtype | None, bool], list[_Row]] = {}
     for column in zip(*columns, strict=True):
         row = _Row(*column)
         if row.param.numel():
             kind = None if row.master is None else row.master.dtype
-            groups.setdefault((row.exp_avg.dtype, kind), []).append(row)
+            groups.setdefault((row.exp_avg.dtype, kind, _has_one_layout(row)), []).append(row)
     for rows in groups.values():
-        limit = MAX_COMPACT_ELEMENTS if _is_compact(rows[0]) else MAX_ELEMENTS
         batch: list[_Row] = []
         elements = 0
-        for row in (piece for whole in rows for piece in _slices(whole, limit)):
-            if batch and elements + row.param.numel() > limit:
+        for row in (piece for whole in rows for piece in _slices(whole)):
+            if batch and elements + row.param.numel() > MAX_ELEMENTS:
                 yield batch
                 batch, elements = [], 0
             batch.append(row)
@@ -220,11 +225,11 @@ def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
         yield batch
 
 
-def _slices(row: _Row, limit: int) -> Iterator[_Row]:
-    if row.param.dim() != 1 or row.param.numel() <= limit:
+def _slices(row: _Row) -> Iterator[_Row]:
+    if row.param.dim() != 1 or row.param.numel() <= MAX_ELEMENTS:
         yield row
         return
-    for start in range(0, row.param.numel(), limit):
-        part = slice(start, start + limit)
+    for start in range(0, row.param.numel(), MAX_ELEMENTS):
+        part = slice(start, start + MAX_ELEMENTS)
         master = None if row.master is None else row.master[part]
         yield _Row(row.param[part], row.grad[part], row.exp_avg[part], row.exp_avg_sq[part], master)

@@ -1,0 +1,124 @@
+"""Parameters and buffers without values: marked, known on every rank, named, refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_core import load, save
+from bmt_core.blank import (
+    blank_buffers,
+    blank_parameters,
+    has_values,
+    is_poisoned,
+    mark_blank,
+    named,
+    place_buffers,
+    poison,
+    settle_buffer,
+)
+from bmt_core.errors import CheckpointError, ConfigError
+from bmt_core.module import DistributedModule
+from bmt_core.parameter import DistributedParameter
+from bmt_core.testing import run_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_one_forgotten_element_is_found(dtype: torch.dtype) -> None:
+    tensor = poison(torch.empty(3, 5, dtype=dtype))
+    assert is_poisoned(tensor)
+    tensor.view(-1)[:14] = float("-inf")
+    assert is_poisoned(tensor)
+    tensor.view(-1)[14] = float("inf")
+    assert not is_poisoned(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float32, torch.float8_e4m3fn])
+def test_a_mark_lasts_until_something_is_written(dtype: torch.dtype) -> None:
+    tensor = torch.empty(4, dtype=dtype)
+    mark_blank(tensor)
+    assert not has_values(tensor)
+    tensor.clone()
+    assert not has_values(tensor)
+    tensor.copy_(torch.ones(4))
+    assert has_values(tensor)
+    assert not has_values(torch.empty(4, device="meta")) and has_values(torch.empty(0, device="meta"))
+
+
+def test_a_buffer_written_in_part_is_blank() -> None:
+    buffer = torch.empty(4)
+    mark_blank(buffer)
+    buffer[:3] = 0
+    settle_buffer(buffer)
+    assert not has_values(buffer)
+    buffer[3:] = 0
+    settle_buffer(buffer)
+    assert has_values(buffer)
+
+
+def test_buffers_leave_the_meta_device_and_shared_ones_stay_shared() -> None:
+    one, two = nn.Module(), nn.Module()
+    one.register_buffer("mask", torch.empty(2, 3, device="meta"))
+    two.register_buffer("mask", one.mask)
+    two.register_buffer("scale", torch.ones(2))
+    place_buffers([one, two], torch.device("cpu"))
+    assert one.mask is two.mask and not one.mask.is_meta and one.mask.shape == (2, 3)
+    assert blank_buffers(two) == ["mask"] and blank_parameters(two) == []
+
+
+def test_many_names_are_cut_short() -> None:
+    assert named([f"p{i}" for i in range(9)], []) == "Parameters p0, p1, p2, p3, p4, p5 and 3 more"
+    assert named([], ["mask"]) == "Buffers mask"
+
+
+class Holder(DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        # One rank of four holds nothing of it, and must say the same as the others.
+        self.weight = DistributedParameter(torch.empty(3, device="meta"))
+
+
+def message_of(path: str) -> list[str]:
+    holder = Holder()
+    messages = []
+    for use in (
+        lambda: holder.weight,
+        holder.state_dict,
+        lambda: save(holder, path),
+        lambda: copy.deepcopy(holder).weight,
+        lambda: pickle.loads(pickle.dumps(holder)).weight,
+    ):
+        with pytest.raises((ConfigError, CheckpointError)) as caught:
+            use()
+        messages.append(str(caught.value))
+    holder.load_state_dict({"weight": torch.arange(3.0)})
+    assert holder.weight.tolist() == [0, 1, 2]
+    assert copy.deepcopy(holder).weight.tolist() == [0, 1, 2]
+    return messages
+
+
+def test_a_blank_parameter_cannot_be_read_or_saved_on_any_rank(tmp_path: Path) -> None:
+    for messages in run_ranks(message_of, 4, str(tmp_path / "model.pt")):
+        assert len(messages) == 5
+        for message in messages:
+            assert "made on the meta device" in message
+        assert "weight" in messages[2] and "shape (3,)" in messages[0]
+
+
+def loaded(path: str, around: str) -> list[float]:
+    with torch.device(around):
+        holder = Holder()
+        load(holder, path)
+    values: list[float] = holder.weight.tolist()
+    return values
+
+
+@pytest.mark.parametrize("around", ["cpu", "meta"])
+def test_a_checkpoint_gives_values(around: str, tmp_path: Path) -> None:
+    torch.save({"weight": torch.tensor([3.0, 4.0, 5.0])}, tmp_path / "model.pt")
+    assert run_ranks(loaded, 4, str(tmp_path / "model.pt"), around) == [[3.0, 4.0, 5.0]] * 4

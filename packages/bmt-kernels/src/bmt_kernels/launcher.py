@@ -1,0 +1,123 @@
+"""What operations need of a provider: a compiled module, and where on its device to run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+Addresses = list[int]
+Where = tuple[int, ...]
+
+
+class Binary(Protocol):
+    """The functions that both compiled modules have, on raw addresses; what they check is lengths and overlaps, no more."""
+
+    POWERS_SUM_WORKSPACE: int
+    AdamSettings: Any
+
+    def adam_step(
+        self,
+        form: int,
+        grad: int,
+        params: Addresses,
+        grads: Addresses,
+        exp_avgs: Addresses,
+        exp_avg_sqs: Addresses,
+        masters: Addresses,
+        numels: list[int],
+        settings: Any,
+        where: Where,
+        /,
+    ) -> None: ...
+
+    def cast(
+        self,
+        sources: Addresses,
+        from_elements: list[int],
+        targets: Addresses,
+        to_elements: list[int],
+        numels: list[int],
+        where: Where,
+        /,
+    ) -> None: ...
+
+    def has_non_finite(
+        self, tensors: Addresses, numels: list[int], elements: list[int], flag: int, where: Where, /
+    ) -> None: ...
+
+    def powers_sum(
+        self,
+        tensors: Addresses,
+        numels: list[int],
+        elements: list[int],
+        weights: list[float],
+        kind: int,
+        p: float,
+        result: int,
+        workspace: int,
+        where: Where,
+        /,
+    ) -> None: ...
+
+    def scale_(
+        self, tensors: Addresses, numels: list[int], elements: list[int], factor: int, where: Where, /
+    ) -> None: ...
+
+    def zero_if_(
+        self,
+        tensors: Addresses,
+        numels: list[int],
+        elements: list[int],
+        flag: int,
+        flag_is_float: bool,
+        where: Where,
+        /,
+    ) -> None: ...
+
+    def cross_entropy_forward(
+        self,
+        logits: int,
+        element: int,
+        rows_classes_stride: list[int],
+        target: int,
+        first_class: int,
+        weight: int,
+        results: Addresses,
+        where: Where,
+        /,
+    ) -> None: ...
+
+    def cross_entropy_backward(
+        self,
+        logits: int,
+        element: int,
+        rows_classes_stride: list[int],
+        target: int,
+        first_class: int,
+        weight: int,
+        factors: Addresses,
+        gradient: int,
+        gradient_stride: int,
+        where: Where,
+        /,
+    ) -> None: ...
+
+
+class Launcher(Protocol):
+    """A provider, as its operations see it."""
+
+    device_type: ClassVar[str]
+
+    @property
+    def binary(self) -> Binary:
+        """The compiled module."""
+        ...
+
+    def where(self, device: torch.device) -> Where:
+        """Where on ``device`` work runs now: the number of threads, or the device's index and its current stream."""
+        ...
+
+    def equals_torch(self) -> bool:
+        """Whether Adam on float32 parameters gives what torch gives, in every bit."""
+        ...

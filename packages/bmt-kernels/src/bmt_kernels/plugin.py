@@ -1,0 +1,36 @@
+"""What this package gives to bmt's registry."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from bmt_core.hookspecs import hookimpl
+from bmt_core.ops import KernelProvider
+from bmt_core.runtime import Runtime
+from bmt_kernels.provider import CpuKernels, CudaKernels
+
+logger = logging.getLogger("bmt_kernels")
+PROVIDERS: tuple[type[KernelProvider], ...] = (CpuKernels, CudaKernels)
+
+
+@hookimpl
+def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
+    """The kernels for the CPU and for CUDA."""
+    return PROVIDERS
+
+
+@hookimpl
+def bmt_run_started(runtime: Runtime) -> None:
+    """Say in one line, on one rank of each host, if plain torch does what these kernels are installed for."""
+    if runtime.launch.local_rank != 0 or runtime.kernels.provider is not None or os.environ.get("BMT_KERNELS"):
+        return
+    for kind in PROVIDERS:
+        if kind.device_type == runtime.device.type:
+            logger.warning(
+                "bmt: rank %d: the compiled kernels for %s cannot be used, so plain torch does their work: %s.",
+                runtime.rank,
+                kind.device_type,
+                kind().available(),
+            )

@@ -1,0 +1,121 @@
+"""The kernel providers that this package offers, one per device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import ClassVar, cast
+
+import torch
+
+from bmt_core.ops import KernelProvider
+from bmt_kernels import adam, binaries, bits, cross_entropy, gradients
+from bmt_kernels.launcher import Binary, Where
+
+
+class CompiledKernels(KernelProvider):
+    """Checks what the operations are given and passes addresses on to a compiled module.
+
+    What no kernel was written for (float64 parameters, logits with a distance between classes, gradients in another layout than
+    their parameter, ...) the reference does. What the reference would not take either raises.
+    """
+
+    has_compact_adam = True
+    module: ClassVar[str]
+    """Name of the compiled module in this package."""
+
+    adam_step = adam.adam_step
+    cross_entropy_backward = cross_entropy.cross_entropy_backward
+    cross_entropy_forward = cross_entropy.cross_entropy_forward
+    has_non_finite = gradients.has_non_finite
+    powers_sum = gradients.powers_sum
+    scale_ = gradients.scale_
+    zero_if_ = gradients.zero_if_
+
+    @cached_property
+    def binary(self) -> Binary:
+        """The compiled module; :meth:`available` has said that there is one."""
+        module = binaries.load(self.module)
+        if module is None:
+            raise RuntimeError(f"The kernels {self.name!r} cannot be used: {self.available()}.")
+        return cast(Binary, module)
+
+    @abstractmethod
+    def where(self, device: torch.device) -> Where:
+        """Where on ``device`` work runs now."""
+
+    def equals_torch(self) -> bool:
+        """Whether Adam on float32 parameters gives what torch gives, in every bit."""
+        return True
+
+
+class CpuKernels(CompiledKernels):
+    """Kernels for the CPU, on as many threads as torch uses: AVX-512, AVX2 or plain C++, whichever the processor has."""
+
+    name = "cpu"
+    device_type = "cpu"
+    module = "_cpu"
+
+    def available(self) -> str | None:
+        return binaries.problem(self.module)
+
+    def where(self, device: torch.device) -> Where:
+        """The number of threads."""
+        return (torch.get_num_threads(),)
+
+    def equals_torch(self) -> bool:
+        """Whether Adam on float32 parameters gives what torch gives, in every bit: see :mod:`bmt_kernels.bits`."""
+        return self._equals_torch
+
+    @cached_property
+    def _equals_torch(self) -> bool:
+        module = binaries.load(self.module)
+        return module is not None and bits.choose_square_root(module)
+
+
+class CudaKernels(CompiledKernels):
+    """Kernels for NVIDIA GPUs, on the current stream of the tensors' device."""
+
+    name = "cuda"
+    device_type = "cuda"
+    module = "_cuda"
+
+    def available(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "torch finds no usable GPU"
+        module = binaries.load(self.module)
+        if module is None:
+            return binaries.problem(self.module)
+        return _architecture_problem(module.ARCHITECTURES, torch.cuda.get_device_capability())
+
+    def where(self, device: torch.device) -> Where:
+        """The index of the device, and its current stream."""
+        stream = torch.cuda.current_stream(device)
+        return (stream.device_index, stream.cuda_stream)
+
+
+_SHARED = {"cpu": CpuKernels(), "cuda": CudaKernels()}
+
+
+def kernels_on(device: torch.device) -> CompiledKernels | None:
+    """Return the kernels for ``device``, whatever the run has chosen; None if none can be used."""
+    kernels = _SHARED.get(device.type)
+    return kernels if kernels is not None and kernels.available() is None else None
+
+
+def _architecture_problem(built_for: list[int], capability: tuple[int, int]) -> str | None:
+    """Return why a GPU of ``capability`` cannot run code for ``built_for`` (900 is sm_90), None if it can.
+
+    Machine code runs on later GPUs of its generation; of the newest architecture there is also code that later generations
+    translate.
+
+    >>> _architecture_problem([800, 900], (8, 6)), _architecture_problem([800, 900], (10, 0))
+    (None, None)
+    >>> _architecture_problem([900], (8, 0))
+    'bmt-kernels was built for sm_90, and this GPU is sm_80'
+    """
+    own = capability[0] * 100 + capability[1] * 10
+    if max(built_for) <= own or any(built <= own and built // 100 == own // 100 for built in built_for):
+        return None
+    names = ", ".join(f"sm_{built // 10}" for built in built_for)
+    return f"bmt-kernels was built for {names}, and this GPU is sm_{own // 10}"

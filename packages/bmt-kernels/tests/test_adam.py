@@ -1,0 +1,520 @@
+"""Adam against the formula in double precision, against ``torch.optim.Adam`` in every bit, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bmt_core.ops import Kernels, read_master, reference, split_master
+from bmt_kernels import CpuKernels, CudaKernels
+from bmt_kernels.provider import CompiledKernels
+
+FORMS = ["plain", "master_float16", "master_bfloat16", "remainder"]
+PARAM = {
+    "plain": torch.float32,
+    "master_float16": torch.float16,
+    "master_bfloat16": torch.bfloat16,
+    "remainder": torch.bfloat16,
+}
+GRADS = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = [0, 1, 3, 7, 16, 31, 33, 1000, 4097, 40003]
+USUAL: dict[str, Any] = {
+    "step": 3,
+    "lr": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled": False,
+}
+Columns = list[list[Any]]
+
+
+def weights(columns: Columns) -> list[torch.Tensor]:
+    """The float32 weights, whatever their form."""
+    found = []
+    for param, master in zip(columns[0], columns[4], strict=True):
+        is_remainder = master is not None and master.dtype == torch.int16
+        found.append(read_master(param, master) if is_remainder else param if master is None else master)
+    return found
+
+
+def make(
+    form: str, sizes: list[int], grad: torch.dtype, device: torch.device, *, offset: int = 0, seed: int = 0
+) -> Columns:
+    """Columns for ``adam_step``; each tensor begins ``offset`` elements behind an aligned address."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device=device)
+        room[offset:] = tensor.to(device)
+        return room[offset:]
+
+    columns: Columns = [[], [], [], [], []]
+    for size in sizes:
+        weight, grads, mean, square = (torch.randn(size, generator=generator) for _ in range(4))
+        if form == "remainder":
+            param, master = split_master(weight)
+        else:
+            param, master = weight.to(PARAM[form]), (None if form == "plain" else weight)
+        row = [param, grads.to(grad), mean, square.abs(), master]
+        for column, tensor in zip(columns, row, strict=True):
+            column.append(None if tensor is None else place(tensor))
+    return columns
+
+
+def clone(columns: Columns) -> Columns:
+    return [[None if t is None else t.clone() for t in column] for column in columns]
+
+
+def state(columns: Columns) -> list[torch.Tensor]:
+    return [t for i in (0, 2, 3, 4) for t in columns[i] if t is not None]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Equal in every bit."""
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+
+
+def in_double(columns: Columns, clip: float = 1.0, scale: float = 1.0, **options: Any) -> Columns:
+    """The formula: new means, squares and weights of each row."""
+    o = {**USUAL, **options}
+    found: Columns = [[], [], []]
+    for weight, grad, mean, square in zip(weights(columns), *columns[1:4], strict=True):
+        p, g, m, v = (t.double() for t in (weight, grad, mean, square))
+        g = g * clip / scale
+        if not o["decoupled"]:
+            g = g + o["weight_decay"] * p
+        m = o["beta1"] * m + (1 - o["beta1"]) * g
+        v = o["beta2"] * v + (1 - o["beta2"]) * g * g
+        if o["decoupled"]:
+            p = p - o["lr"] * o["weight_decay"] * p
+        root = (v / (1 - o["beta2"] ** o["step"])).sqrt()
+        p = p - o["lr"] * (m / (1 - o["beta1"] ** o["step"])) / (root + o["eps"])
+        for column, tensor in zip(found, (m, v, p), strict=True):
+            column.append(tensor)
+    return found
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    # Some roundings of float32 (2**-24 relative) on values of order 1, some of which cancel.
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=5e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("grad", GRADS)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_follows_the_formula(
+    kernels: CompiledKernels, device: torch.device, form: str, grad: torch.dtype, offset: int
+) -> None:
+    for decoupled, weight_decay in ((False, 0.0), (False, 0.1), (True, 0.1)):
+        columns = make(form, SIZES, grad, device, offset=offset)
+        options = {"decoupled": decoupled, "weight_decay": weight_decay}
+        means, squares, expected = in_double(columns, **options)
+        kernels.adam_step(*columns, **{**USUAL, **options})
+        close(columns[2], means)
+        close(columns[3], squares)
+        close(weights(columns), expected)
+        if form.startswith("master"):
+            assert all(torch.equal(p, w.to(p.dtype)) for p, w in zip(columns[0], columns[4], strict=True))
+
+
+def optimizers(device: torch.device) -> list[Callable[..., torch.optim.Optimizer]]:
+    options = {"lr": 0.01, "foreach": device.type == "cuda"}
+    return [
+        lambda params: torch.optim.Adam(params, **options),
+        lambda params: torch.optim.Adam(params, weight_decay=0.1, **options),
+        lambda params: torch.optim.AdamW(params, weight_decay=0.1, **options),
+        lambda params: torch.optim.Adam(params, betas=(0.3, 0.0), eps=1e-3, **options),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("offset", [0, 1])
+def test_float32_equals_torch_in_every_bit(kind: str, which: int, offset: int) -> None:
+    provider = CpuKernels() if kind == "cpu" else CudaKernels()
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    params, grads, means, squares, masters = make("plain", SIZES[1:], torch.float32, device, offset=offset)
+    theirs = [torch.nn.Parameter(p.clone()) for p in params]
+    optimizer = optimizers(device)[which](theirs)
+    group = optimizer.param_groups[0]
+    for tensor in (*means, *squares):
+        tensor.zero_()
+    for step in range(1, 6):
+        for i, p in enumerate(theirs):
+            grads[i].copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(step * 100 + i)))
+            p.grad = grads[i].clone()
+        optimizer.step()
+        provider.adam_step(
+            params,
+            grads,
+            means,
+            squares,
+            masters,
+            step=step,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=isinstance(optimizer, torch.optim.AdamW),
+        )
+        assert same(means, [optimizer.state[p]["exp_avg"] for p in theirs])
+        assert same(squares, [optimizer.state[p]["exp_avg_sq"] for p in theirs])
+        assert same(params, [p.detach() for p in theirs])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_in_pieces_is_the_same_step(kernels: CompiledKernels, device: torch.device, form: str) -> None:
+    """Lanes, the rest beside them, and other places in memory give the same bits."""
+    columns = make(form, [1013], torch.bfloat16, device)
+    pieces: Columns = [[], [], [], [], []]
+    for piece, column in zip(pieces, clone(columns), strict=True):
+        for start, end in itertools.pairwise([0, 1, 2, 5, 100, 131, 1013]):
+            piece.append(None if column[0] is None else column[0][start:end])
+    kernels.adam_step(*columns, **USUAL)
+    kernels.adam_step(*pieces, **USUAL)
+    joined = [torch.cat(pieces[i]) for i in (0, 2, 3, 4) if pieces[i][0] is not None]
+    assert same(state(columns), joined)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_large_parameter_gets_the_bits_that_its_pieces_get(
+    kernels: CompiledKernels, device: torch.device, form: str
+) -> None:
+    """Large parameters with a master are written past the cache of a CPU, in whole lines, if they begin with one."""
+    size = 2**20 + 37
+    columns = make(form, [size], torch.bfloat16, device)
+    pieces: Columns = [[], [], [], [], []]
+    for piece, column in zip(pieces, clone(columns), strict=True):
+        for start, end in itertools.pairwise([*range(0, size, 100_003), size]):
+            piece.append(None if column[0] is None else column[0][start:end])
+    for hold in (True, False):
+        kernels.adam_step(*columns, **USUAL, hold=hold)
+        kernels.adam_step(*pieces, **USUAL, hold=hold)
+        assert same(state(columns), [torch.cat(pieces[i]) for i in (0, 2, 3, 4) if pieces[i][0] is not None])
+
+
+def test_avx2_and_avx512_give_the_same_bits() -> None:
+    provider = CpuKernels()
+    binary: Any = provider.binary
+    if "avx512" not in binary.instruction_sets():
+        pytest.skip("this processor has no AVX-512")
+    before, results = binary.instruction_set(), []
+    for name in ("avx2", "avx512"):
+        binary.use_instruction_set(name)
+        columns = make("remainder", SIZES, torch.float16, torch.device("cpu"))
+        provider.adam_step(*columns, **USUAL)
+        results.append(state(columns))
+    binary.use_instruction_set(before)
+    assert same(*results)
+
+
+def test_remainder_is_the_float32_master_in_every_bit(kernels: CompiledKernels, device: torch.device) -> None:
+    short = make("remainder", [5000], torch.bfloat16, device)
+    whole = make("master_bfloat16", [5000], torch.bfloat16, device)
+    for step in range(1, 20):
+        for columns in (short, whole):
+            kernels.adam_step(*columns, **{**USUAL, "step": step})
+        assert same(weights(short), weights(whole))
+        assert same(short[2] + short[3], whole[2] + whole[3])
+
+
+def test_remainder_keeps_every_bit_of_a_weight(kernels: CompiledKernels, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (40000,), generator=generator).int()
+    edges = [0x0000_8000, 0x3F80_8000, 0x3F80_7FFF, 0x3F7F_FFFF, 0x7F7F_FFFF, 0x007F_FFFF, 0x0000_0001, 0x0080_0000]
+    bits[: len(edges)] = torch.tensor(edges).int()
+    weight = bits.view(torch.float32)
+    weight = torch.where(weight.isfinite(), weight, 1.0).to(device)
+    columns = make("remainder", [len(weight)], torch.float32, device)
+    columns[0][0], columns[4][0] = split_master(weight)
+    expected = [columns[0][0].clone(), columns[4][0].clone()]
+    kernels.adam_step(*columns, **{**USUAL, "lr": 0.0, "weight_decay": 0.0})
+    assert same([columns[0][0], columns[4][0]], expected)
+    assert columns[0][0][1] == 1 + 2**-7, "a tie is rounded away from zero"
+    assert columns[0][0][4] == math.inf, "beyond the largest bfloat16, and kept exactly"
+
+
+def test_remainder_of_a_parameter_that_was_written_is_read_as_the_reference_reads_it(
+    kernels: CompiledKernels, device: torch.device
+) -> None:
+    """Every parameter with remainders it may have been left with: what would be NaN means the parameter alone."""
+    remainders = torch.tensor([0, 1, -1, 2**15 - 1, -(2**15), 77, -77], dtype=torch.int16, device=device)
+    params = torch.arange(-(2**15), 2**15, device=device).short().view(torch.bfloat16)
+    params, remainders = params.repeat_interleave(len(remainders)), remainders.repeat(len(params))
+    columns = make("remainder", [len(params)], torch.float32, device)
+    master = read_master(params, remainders)
+    columns[0][0], columns[4][0] = params.clone(), remainders.clone()
+    columns[1][0].zero_()
+    columns[2][0].zero_()
+    expected = split_master(master)
+    kernels.adam_step(*columns, **{**USUAL, "lr": 0.0, "weight_decay": 0.0})
+    assert same([columns[0][0], columns[4][0]], list(expected))
+
+
+def test_remainder_of_what_is_not_finite(kernels: CompiledKernels, device: torch.device) -> None:
+    columns = make("remainder", [40], torch.float32, device)
+    columns[0][0][0], columns[4][0][0] = math.inf, 0
+    columns[0][0][1], columns[4][0][1] = -math.inf, 0
+    columns[1][0][2::3] = math.nan
+    kernels.adam_step(*columns, **USUAL)
+    param, remainder = columns[0][0], columns[4][0]
+    is_nan = param.isnan()
+    assert is_nan[:2].all(), "inf plus weight_decay * inf over inf"
+    assert is_nan[2::3].all() and not is_nan[3::3].any()
+    assert param.view(torch.int16)[is_nan].eq(0x7FC0).all() and remainder[is_nan].eq(0).all()
+    columns = make("remainder", [40], torch.float32, device)
+    columns[0][0][:], columns[4][0][:] = 3e38, 0
+    kernels.adam_step(*columns, **{**USUAL, "lr": -1e39, "weight_decay": 0.0, "step": 100})
+    assert set(columns[0][0].abs().tolist()) == {math.inf} and columns[4][0].eq(0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_denormal_infinite_and_undefined_gradients(kernels: CompiledKernels, device: torch.device, form: str) -> None:
+    columns = make(form, [64], torch.float32, device)
+    special = torch.tensor([math.inf, -math.inf, math.nan, 1e-40, -1e-44, 0.0, 3e38], device=device)
+    columns[1][0][:7] = special
+    columns[2][0][7:14], columns[3][0][7:14] = 1e-41, 1e-42
+    columns[1][0][7:14] = 1e-42
+    means, squares, expected = in_double(columns, weight_decay=0.0)
+    kernels.adam_step(*columns, **{**USUAL, "weight_decay": 0.0})
+    is_finite = torch.ones(64, dtype=torch.bool, device=device)
+    is_finite[:3] = is_finite[6] = False
+    close([columns[2][0][is_finite]], [means[0][is_finite]])
+    close([weights(columns)[0][is_finite]], [expected[0][is_finite]])
+    torch.testing.assert_close(columns[2][0][7:14].double(), means[0][7:14], rtol=0, atol=2e-45)
+    torch.testing.assert_close(columns[3][0][7:14].double(), squares[0][7:14], rtol=0, atol=2e-45)
+    assert columns[3][0][:2].eq(math.inf).all() and columns[2][0][:2].isinf().all()
+    assert weights(columns)[0][:3].isnan().all() and columns[3][0][6] == math.inf
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32, torch.int64])
+def test_skip_is_read_on_the_device(
+    kernels: CompiledKernels, device: torch.device, form: str, dtype: torch.dtype
+) -> None:
+    skipped, taken, plain = (make(form, SIZES, torch.float16, device) for _ in range(3))
+    before = state(clone(skipped))
+    skipped[1][3][2] = math.nan
+    kernels.adam_step(*skipped, **USUAL, skip=torch.ones(1, dtype=dtype, device=device))
+    assert same(state(skipped), before)
+    kernels.adam_step(*taken, **USUAL, skip=torch.zeros(1, dtype=dtype, device=device))
+    kernels.adam_step(*plain, **USUAL)
+    assert same(state(taken), state(plain)) and not same(state(plain), before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scale_and_clip(kernels: CompiledKernels, device: torch.device, form: str) -> None:
+    given, on_device = (make(form, SIZES, torch.float32, device) for _ in range(2))
+    means, squares, expected = in_double(given, clip=0.3, scale=7.0)
+    clip = torch.tensor(0.3, device=device)
+    kernels.adam_step(*given, **USUAL, scale=7.0, clip=clip)
+    kernels.adam_step(*on_device, **USUAL, scale=torch.tensor([7.0], device=device), clip=clip.reshape(1))
+    assert same(state(given), state(on_device))
+    close(given[2] + given[3] + weights(given), means + squares + expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_hold_moves_moments_only(kernels: CompiledKernels, device: torch.device, form: str) -> None:
+    held, free = (make(form, SIZES, torch.float32, device) for _ in range(2))
+    before = clone(held)
+    kernels.adam_step(*held, **USUAL, hold=True)
+    kernels.adam_step(*free, **USUAL)
+    assert same(held[2] + held[3], free[2] + free[3])
+    kept = [t for i in (0, 4) for t in held[i] if t is not None]
+    assert same(kept, [t for i in (0, 4) for t in before[i] if t is not None])
+
+
+def test_more_tensors_than_a_launch_takes(kernels: CompiledKernels, device: torch.device) -> None:
+    many = make("master_bfloat16", [i % 40 for i in range(1200)], torch.bfloat16, device)
+    expected = in_double(many)[2]
+    kernels.adam_step(*many, **USUAL)
+    close(many[4], expected)
+
+
+def test_rows_of_all_kinds_in_one_call(kernels: CompiledKernels, device: torch.device) -> None:
+    """Those without a kernel (float64, other strides) are the reference's, in the same call."""
+    mixed: Columns = [[], [], [], [], []]
+    for form, grad in itertools.product(FORMS, GRADS):
+        for column, new in zip(mixed, make(form, [37], grad, device), strict=True):
+            column += new
+    doubles = [torch.rand(9, dtype=torch.float64, device=device) for _ in range(4)]
+    spread = [torch.rand(5, 8, device=device)[:, :7] for _ in range(4)]
+    crossed = [torch.rand(5, 7, device=device) for _ in range(4)]
+    crossed[1] = torch.rand(7, 5, device=device).t()
+    for row in (doubles, spread, crossed):
+        for column, tensor in zip(mixed, [*row, None], strict=True):
+            column.append(tensor)
+    means, squares, expected = in_double(mixed)
+    kernels.adam_step(*mixed, **USUAL)
+    close(mixed[2] + mixed[3] + weights(mixed), means + squares + expected)
+
+
+def test_any_dense_layout_that_all_share(kernels: CompiledKernels, device: torch.device) -> None:
+    columns = make("master_float16", [35], torch.float16, device)
+    columns = [[t.view(5, 7).t() for t in column] for column in columns]
+    expected = in_double(columns)[2]
+    kernels.adam_step(*columns, **USUAL)
+    close(columns[4], expected)
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_what_was_written_shows_in_the_version(kernels: CompiledKernels, device: torch.device, hold: bool) -> None:
+    columns = make("master_bfloat16", [0, 5], torch.bfloat16, device)
+    before = [[t._version for t in column] for column in columns]
+    kernels.adam_step(*columns, **USUAL, hold=hold)
+    moved = [[t._version > v for t, v in zip(*both, strict=True)] for both in zip(columns, before, strict=True)]
+    assert moved == [[not hold] * 2, [False] * 2, [True] * 2, [True] * 2, [not hold] * 2]
+
+
+def with_first(**first: Callable[[Columns], Any]) -> Callable[[Columns], None]:
+    """Put another tensor in the first entry of columns."""
+    names = ("param", "grad", "exp_avg", "exp_avg_sq", "master")
+
+    def spoil(columns: Columns) -> None:
+        new = {name: make_new(columns) for name, make_new in first.items()}
+        for name, tensor in new.items():
+            columns[names.index(name)][0] = tensor
+
+    return spoil
+
+
+BAD: list[tuple[type[Exception], str, Callable[[Columns], object]]] = [
+    (ValueError, r"grads\[0\] must have shape \(6,\), not \(4,\)", with_first(grad=lambda c: c[1][0][:4])),
+    (ValueError, r"masters\[0\] must have shape \(6,\), not \(5,\)", with_first(master=lambda c: c[4][1])),
+    (ValueError, "lengths are params 2, grads 1", lambda c: c[1].pop()),
+    (TypeError, "moments of torch.float16", with_first(exp_avg=lambda c: c[2][0].half())),
+    (TypeError, "of torch.int64, a master of None", with_first(param=lambda c: c[0][0].long(), master=lambda c: None)),
+    (TypeError, "of torch.int16", with_first(param=lambda c: c[0][0].half(), master=lambda c: c[4][0].short())),
+    (
+        ValueError,
+        r"adam_step: exp_avgs\[0\] and exp_avg_sqs\[0\] share memory",
+        with_first(exp_avg_sq=lambda c: c[2][0]),
+    ),
+    (ValueError, r"params\[0\] and params\[1\] share memory", lambda c: c[0].__setitem__(1, c[0][0][1:])),
+    (ValueError, r"(grads|exp_avgs)\[0\] and (grads|exp_avgs)\[0\] share memory", with_first(grad=lambda c: c[2][0])),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "spoil"), BAD)
+def test_bad_rows_are_refused_and_nothing_is_written(
+    kernels: CompiledKernels,
+    device: torch.device,
+    error: type[Exception],
+    message: str,
+    spoil: Callable[[Columns], Any],
+) -> None:
+    columns = make("master_bfloat16", [6, 5], torch.float32, device)
+    before = state(clone(columns))
+    spoiled = [list(column) for column in columns]
+    spoil(spoiled)
+    with pytest.raises(error, match=message):
+        kernels.adam_step(*spoiled, **USUAL)
+    assert same(state(columns), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clip": torch.ones(2)}, "clip must have one element, not 2"),
+        ({"scale": torch.ones(2)}, "scale must have one element, not 2"),
+        ({"skip": torch.ones(3)}, "skip must have one element, not 3"),
+        ({"clip": torch.ones(1, dtype=torch.float64)}, "clip must be of dtype torch.float32, not torch.float64"),
+        ({"scale": torch.ones(1, device="meta")}, "scale is on meta, and must be on"),
+    ],
+)
+def test_bad_numbers_are_refused(
+    kernels: CompiledKernels, device: torch.device, options: dict[str, torch.Tensor], message: str
+) -> None:
+    options = {name: value if value.is_meta else value.to(device) for name, value in options.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        kernels.adam_step(*make("plain", [6], torch.float32, device), **USUAL, **options)
+
+
+def test_tensors_of_another_device_are_refused(kernels: CompiledKernels, device: torch.device) -> None:
+    with pytest.raises(ValueError, match=f"params\\[0\\] is on meta, and these kernels are for {device.type}"):
+        kernels.adam_step(*make("plain", [6], torch.float32, torch.device("meta")), **USUAL)
+    columns = make("plain", [6], torch.float32, device)
+    columns[1][0] = columns[1][0].to("meta")
+    with pytest.raises(ValueError, match=r"grads\[0\] is on meta, and must be on"):
+        kernels.adam_step(*columns, **USUAL)
+
+
+def test_numbers_of_threads_do_not_matter() -> None:
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        columns = make("remainder", [100_000, 3, 70_000], torch.bfloat16, torch.device("cpu"))
+        CpuKernels().adam_step(*columns, **USUAL)
+        results.append(state(columns))
+    assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+def test_parameters_of_the_methods_are_those_of_the_references(kernels: CompiledKernels) -> None:
+    assert Kernels(kernels).adam_step.__func__ is type(kernels).adam_step  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_never_waits_for_the_gpu() -> None:
+    provider, device = CudaKernels(), torch.device("cuda", 0)
+    columns = make("remainder", SIZES, torch.bfloat16, device)
+    flag, scale = torch.zeros(1, dtype=torch.int32, device=device), torch.full((1,), 2.0, device=device)
+    provider.adam_step(*columns, **USUAL, scale=scale, skip=flag)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(100_000_000)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        provider.adam_step(*columns, **USUAL, scale=scale, skip=flag)
+        done.record(torch.cuda.current_stream())
+        assert not done.query()  # type: ignore[no-untyped-call]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_runs_in_a_cuda_graph_and_on_the_current_stream() -> None:
+    provider, device = CudaKernels(), torch.device("cuda", 0)
+    captured, eager = (make("master_bfloat16", SIZES, torch.bfloat16, device) for _ in range(2))
+    provider.adam_step(*make("master_bfloat16", SIZES, torch.bfloat16, device), **USUAL)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        provider.adam_step(*captured, **USUAL)
+    graph.replay()
+    graph.replay()
+    for _ in range(2):
+        provider.adam_step(*eager, **USUAL)
+    assert same(state(captured), state(eager))
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count() -> None:
+    size, device = 2**31 + 4099, torch.device("cuda", 0)
+    if torch.cuda.mem_get_info(device)[0] < 15 * size:
+        pytest.skip("needs 33 GB of free GPU memory")
+    param, grad = (torch.ones(size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    mean, square = (torch.zeros(size, device=device) for _ in range(2))
+    remainder = torch.zeros(size, dtype=torch.int16, device=device)
+    CudaKernels().adam_step([param], [grad], [mean], [square], [remainder], **{**USUAL, "step": 1, "weight_decay": 0.0})
+    for part in (slice(0, 5), slice(2**31 - 3, 2**31 + 3), slice(size - 5, size)):
+        torch.testing.assert_close(
+            read_master(param[part], remainder[part]).cpu(), torch.full_like(mean[part], 0.99).cpu()
+        )
+        torch.testing.assert_close(mean[part].cpu(), torch.full_like(mean[part], 0.1).cpu())
+
+
+def test_reference_is_used_where_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = CpuKernels()
+    monkeypatch.setattr(provider, "equals_torch", lambda: False)
+    ours, theirs = (make("plain", SIZES, torch.float32, torch.device("cpu")) for _ in range(2))
+    provider.adam_step(*ours, **USUAL)
+    reference.adam_step(*theirs, **USUAL)
+    assert same(state(ours), state(theirs))

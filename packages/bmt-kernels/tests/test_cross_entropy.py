@@ -1,0 +1,305 @@
+"""Cross entropy against the definition in double precision, and through ``FusedCrossEntropy``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bmt_core.loss import FusedCrossEntropy, cross_entropy
+from bmt_core.ops import Kernels, reference
+from bmt_kernels import cross_entropy_backward_, row_max, softmax_, sum_exp
+from bmt_kernels.cross_entropy import write_gradient
+from bmt_kernels.provider import CompiledKernels
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(1, 1), (3, 2), (5, 17), (4, 33), (2, 1000), (3, 2049), (2, 40003)]
+
+
+def data(
+    rows: int, classes: int, dtype: torch.dtype, device: torch.device, *, offset: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """Logits (their rows at odd addresses if ``offset`` is odd), targets of which some are elsewhere, and class weights."""
+    generator = torch.Generator().manual_seed(rows * 100_000 + classes)
+    logits = (torch.randn(rows, classes, generator=generator) * 4).to(dtype).to(device)
+    if offset:
+        room = torch.zeros(rows, classes + 2 * offset, dtype=dtype, device=device)
+        room[:, offset:-offset] = logits
+        logits = room[:, offset:-offset]
+    target = torch.randint(-2, classes + 3, (rows,), generator=generator).to(device)
+    target[0] = classes - 1
+    weight = torch.rand(classes, generator=generator).to(device)
+    return logits, target, weight
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
+    # Float32 arithmetic on numbers up to about 20, and one rounding to ``dtype``, which may be denormal there.
+    rounding, smallest = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), expected, rtol=max(4e-6, rounding), atol=max(2e-6, smallest))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1, 8])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_forward_is_the_definition(
+    kernels: CompiledKernels, device: torch.device, dtype: torch.dtype, offset: int, is_weighted: bool
+) -> None:
+    for (rows, classes), first in itertools.product(SHAPES, (0, 3)):
+        logits, target, weight = data(rows, classes, dtype, device, offset=offset)
+        given = weight if is_weighted else None
+        largest, log_sum, at_target, total = kernels.cross_entropy_forward(
+            logits, target + first, first_class=first, weight=given, with_sum=True
+        )
+        log_prob = torch.log_softmax(logits.double(), dim=1)
+        assert torch.equal(largest, logits.float().amax(1))
+        close(log_sum, logits.double().logsumexp(1) - largest.double())
+        is_here = (target >= 0) & (target < classes)
+        column = target.clamp(0, classes - 1).unsqueeze(1)
+        close(at_target, log_prob.gather(1, column).squeeze(1).where(is_here, 0))
+        assert total is not None
+        factors = weight.double() if is_weighted else torch.ones_like(weight, dtype=torch.float64)
+        torch.testing.assert_close(total.double(), (log_prob * factors).sum(1), rtol=4e-6, atol=1e-5)
+        without = kernels.cross_entropy_forward(logits, target + first, first_class=first, weight=given)
+        assert without[3] is None and all(map(torch.equal, without[:3], (largest, log_sum, at_target)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_backward_is_the_definition(
+    kernels: CompiledKernels, device: torch.device, dtype: torch.dtype, offset: int, in_place: bool
+) -> None:
+    for (rows, classes), with_spread, is_weighted in itertools.product(SHAPES, (False, True), (False, True)):
+        logits, target, weight = data(rows, classes, dtype, device, offset=offset)
+        largest, log_sum, _, _ = kernels.cross_entropy_forward(logits, target)
+        generator = torch.Generator().manual_seed(0)
+        total, hit, spread = (torch.randn(rows, generator=generator).to(device) for _ in range(3))
+        spread /= classes
+        expected = logits.double().softmax(1) * total.double().unsqueeze(1)
+        if with_spread:
+            factors = weight.double() if is_weighted else torch.ones_like(weight, dtype=torch.float64)
+            expected -= spread.double().unsqueeze(1) * factors
+        for i, column in enumerate(target.tolist()):
+            if 0 <= column < classes:
+                expected[i, column] -= hit[i].double()
+        before = logits.clone()
+        factors_of_rows = [largest, log_sum, total, hit, spread if with_spread else None]
+        given = weight if is_weighted else None
+        if in_place:
+            assert write_gradient(kernels, logits, target, factors_of_rows, logits, weight=given)
+            gradient = logits
+        else:
+            gradient = kernels.cross_entropy_backward(logits, target, *factors_of_rows, weight=given)
+            assert torch.equal(logits, before)
+        assert gradient.dtype == dtype and gradient.shape == logits.shape
+        close(gradient, expected, dtype)
+
+
+def test_neighbours_of_strided_rows_are_not_touched(kernels: CompiledKernels, device: torch.device) -> None:
+    for dtype, classes in itertools.product(DTYPES, (1, 7, 100, 2050)):
+        room = torch.full((5, classes + 7), 2.0, dtype=dtype, device=device)
+        softmax_(room[:, 3:-4], torch.full((5,), 2.0, device=device), torch.zeros(5, device=device))
+        assert room[:, 3:-4].eq(1).all() and room[:, :3].eq(2).all() and room[:, -4:].eq(2).all()
+
+
+EXTREMES = [
+    [-math.inf] * 2048 + [-500.0] * 5,
+    [-math.inf] * 3000,
+    [math.inf] + [0.0] * 3000,
+    [0.0] * 2500 + [math.nan],
+    [math.nan] + [math.inf] * 30,
+    [3.0] * 2048 + [-math.inf] * 2048 + [1000.0] * 7,
+    [30000.0 + i for i in range(9)],
+    [-(2.0**-24)] * 5,
+    [60000.0, -60000.0],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("values", EXTREMES)
+def test_extreme_rows_are_what_the_reference_makes_of_them(
+    kernels: CompiledKernels, device: torch.device, dtype: torch.dtype, values: list[float]
+) -> None:
+    logits = torch.tensor([values] * 3, device=device).to(dtype)
+    target = torch.tensor([1, -1, 0], device=device)
+    found = kernels.cross_entropy_forward(logits, target, with_sum=True)
+    expected = reference.cross_entropy_forward(logits, target, with_sum=True)
+    for a, b in zip(found, expected, strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+    ones = torch.ones(3, device=device)
+    factors = (*found[:2], ones, ones, None)
+    gradient = kernels.cross_entropy_backward(logits, target, *factors)
+    torch.testing.assert_close(
+        gradient, reference.cross_entropy_backward(logits, target, *factors), rtol=1e-3, atol=1e-6, equal_nan=True
+    )
+
+
+def test_no_memory_is_touched_for_classes_that_are_elsewhere(kernels: CompiledKernels, device: torch.device) -> None:
+    logits = torch.zeros(6, 4, device=device)
+    target = torch.tensor([-(2**63), 2**63 - 1, -1, 10, 9, 7], device=device)
+    for first in (7, -(2**62), 2**62):
+        largest, log_sum, at_target, _ = kernels.cross_entropy_forward(logits, target, first_class=first)
+        found = [math.log(0.25) if first <= t < first + 4 else 0.0 for t in target.tolist()]
+        torch.testing.assert_close(at_target.cpu(), torch.tensor(found))
+        ones = torch.ones(6, device=device)
+        gradient = kernels.cross_entropy_backward(logits, target, largest, log_sum, ones, ones, None, first_class=first)
+        hits = [1 if first <= t < first + 4 else 0 for t in target.tolist()]
+        torch.testing.assert_close(gradient.sum(1).cpu(), 1 - torch.tensor(hits).float())
+
+
+def test_layouts_without_a_kernel_are_the_references(kernels: CompiledKernels, device: torch.device) -> None:
+    base = torch.randn(20, 24, device=device)
+    for logits in (base.t(), base[:, ::2], base[:1].expand(20, 24), base.double(), base[:, 3:4], base[:0], base[::3]):
+        target = torch.arange(len(logits), device=device) % logits.shape[1]
+        found = kernels.cross_entropy_forward(logits, target, with_sum=True)
+        expected = reference.cross_entropy_forward(logits, target, with_sum=True)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        ones = torch.ones(len(logits), dtype=found[0].dtype, device=device)
+        gradients = [
+            k.cross_entropy_backward(logits, target, *found[:2], ones, ones, ones / 24) for k in (kernels, reference)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+        assert gradients[0].stride() == gradients[1].stride()
+
+
+def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) -> None:
+    logits, target = torch.zeros(5, 7, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+    row, weight = torch.zeros(5, device=device), torch.zeros(7, device=device)
+    forward, backward = kernels.cross_entropy_forward, kernels.cross_entropy_backward
+    with pytest.raises(ValueError, match=r"logits must have shape \(N, C\), not \(35,\)"):
+        forward(logits.view(-1), target)
+    with pytest.raises(TypeError, match=r"logits must be of a floating-point dtype, not torch.int64"):
+        forward(logits.long(), target)
+    with pytest.raises(ValueError, match=r"target must have shape \(5,\), not \(4,\)"):
+        forward(logits, target[:4])
+    with pytest.raises(TypeError, match=r"target must be of dtype torch.int64, not torch.int32"):
+        forward(logits, target.int())
+    with pytest.raises(ValueError, match=r"weight must have shape \(7,\), not \(6,\)"):
+        forward(logits, target, weight=weight[:6])
+    with pytest.raises(ValueError, match=r"target is on meta"):
+        forward(logits, target.to("meta"))
+    with pytest.raises(ValueError, match=r"logits are on meta, and these kernels are for"):
+        forward(logits.to("meta"), target)
+    with pytest.raises(ValueError, match=r"log_sum must have shape \(5,\), not \(7,\)"):
+        backward(logits, target, row, weight, row, row, None)
+    with pytest.raises(TypeError, match=r"hit must be of dtype torch.float32, not torch.float64"):
+        backward(logits, target, row, row, row, row.double(), None)
+
+
+def test_rows_that_overlap_are_not_written_in_place(kernels: CompiledKernels, device: torch.device) -> None:
+    rows = torch.zeros(20, device=device).as_strided((5, 7), (2, 1))
+    one, target = torch.ones(5, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+    assert not write_gradient(kernels, rows, target, [one, one, one, one, None], rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_fused_cross_entropy_with_these_kernels_equals_torch(
+    kernels: CompiledKernels,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    label_smoothing: float,
+) -> None:
+    monkeypatch.setattr(cross_entropy, "kernels_for", lambda _: Kernels(kernels))
+    logits, target, weight = data(60, 333, dtype, device)
+    target = target.clamp(0, 332)
+    target[::7] = -100
+    ours, theirs = logits.clone().requires_grad_(), logits.float().requires_grad_()
+    options: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing}
+    loss = FusedCrossEntropy(**options)(ours, target)
+    expected = torch.nn.CrossEntropyLoss(**options)(theirs, target)
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=2e-6)
+    (ours_grad,) = torch.autograd.grad(loss, ours)
+    (theirs_grad,) = torch.autograd.grad(expected, theirs)
+    torch.testing.assert_close(ours_grad.float(), theirs_grad, rtol=max(5e-6, torch.finfo(dtype).eps / 2), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_no_float32_copy_of_the_logits(kernels: CompiledKernels, device: torch.device, dtype: torch.dtype) -> None:
+    logits, target, _ = data(64, 1000, dtype, device)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype.itemsize >= 4:
+                largest = max(largest, result.numel())
+            return result
+
+    with Watch():
+        first, log_sum, _, _ = kernels.cross_entropy_forward(logits, target)
+        kernels.cross_entropy_backward(logits, target, first, log_sum, first, first, None)
+    assert largest == 4 * 64
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_pieces_of_a_split_vocabulary_make_the_softmax(device: torch.device, dtype: torch.dtype, ranks: int) -> None:
+    logits = (torch.randn(6, 60, generator=torch.Generator().manual_seed(0)) * 5).to(dtype).to(device)
+    logits[2, :20] = -math.inf
+    expected = logits.double().softmax(1)
+    slices = [part.clone() for part in logits.chunk(ranks, dim=1)]
+    largest = torch.stack([row_max(part) for part in slices]).amax(0)
+    mass = torch.stack([sum_exp(part, largest) for part in slices]).sum(0)
+    results = [softmax_(part, largest, mass.log()) for part in slices]
+    assert all(a is b for a, b in zip(results, slices, strict=True))
+    close(torch.cat(slices, dim=1), expected, dtype)
+
+
+def test_pieces_refuse_what_does_not_fit(device: torch.device) -> None:
+    logits, row = torch.zeros(4, 3, device=device), torch.zeros(4, device=device)
+    with pytest.raises(ValueError, match=r"row_max must have shape \(4,\), not \(3,\)"):
+        sum_exp(logits, row[:3])
+    with pytest.raises(TypeError, match=r"log_sum must be of dtype torch\.float32"):
+        softmax_(logits, row, row.half())
+    assert sum_exp(torch.full_like(logits, -math.inf), row.fill_(-math.inf)).eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_gradient_takes_the_place_of_the_logits(device: torch.device, dtype: torch.dtype) -> None:
+    for is_transposed in (False, True):
+        logits, target, weight = data(5, 70, dtype, device)
+        logits = logits.t().contiguous().t() if is_transposed else logits
+        largest, log_sum, _, _ = reference.cross_entropy_forward(logits, target)
+        factors = (largest, log_sum, largest.cos(), largest.sin(), largest.cos() / 70)
+        expected = reference.cross_entropy_backward(
+            logits.double(), target, *map(torch.Tensor.double, factors), weight=weight
+        )
+        assert cross_entropy_backward_(logits, target, *factors, weight=weight) is logits
+        close(logits, expected, dtype)
+
+
+def test_gradient_shares_memory_with_nothing_but_the_logits(device: torch.device) -> None:
+    logits, target = torch.zeros(1, 70, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    one, before = torch.ones(1, device=device), logits.clone()
+    with pytest.raises(ValueError, match="share memory, and one of them is written"):
+        cross_entropy_backward_(logits, target, logits[0, 3:4], one, one, one, None)
+    with pytest.raises(ValueError, match=r"gradient\[0\] and weight\[0\] share memory"):
+        cross_entropy_backward_(logits, target, one, one, one, one, one, weight=logits[0])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.gpu
+def test_more_logits_than_32_bits_count() -> None:
+    from bmt_kernels import CudaKernels
+
+    device, kernels = torch.device("cuda", 0), CudaKernels()
+    rows, classes = 2**15 + 3, 2**16 + 1
+    logits = torch.zeros(rows, classes, dtype=torch.bfloat16, device=device)
+    logits[-1, -1] = 10.0
+    target = torch.full((rows,), classes - 1, device=device)
+    largest, log_sum, at_target, _ = kernels.cross_entropy_forward(logits, target)
+    assert largest[-1].item() == 10 and largest[0].item() == 0
+    expected = torch.tensor([-math.log(classes), -math.log(1 + (classes - 1) * math.exp(-10))])
+    torch.testing.assert_close(at_target[[0, -1]].cpu(), expected, rtol=1e-5, atol=1e-6)
+    ones = torch.ones(rows, device=device)
+    assert write_gradient(kernels, logits, target, [largest, log_sum, ones, ones, None], logits)
+    assert logits[-1, -1].item() == pytest.approx(math.expm1(expected[1].item()), rel=1e-2)

@@ -1,0 +1,238 @@
+"""Hugging Face models from their configurations wrap, initialise and train as in one plain process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from hf_models import MODELS, built, initialized_by_hugging_face, inputs, plain, sharded, train, wrapped
+from meta_models import MemoryMeter, kept_bytes, whole_bytes
+from torch import nn
+from transformers import DynamicCache
+
+from bmt_core import load, runtime, save
+from bmt_core.errors import ConfigError
+from bmt_core.testing import run_ranks
+from bmt_zero import Block, BMTrainModelWrapper
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "levels", "use_checkpoint", "on_meta"),
+    [
+        (1, "gpt2", (3,), True, True),
+        (1, "mixtral", (2, 0), False, False),
+        (1, "t5", (3,), True, True),
+        (2, "gpt2", (3, 2), False, True),
+        (2, "gpt2", (1, 3), True, False),
+        (2, "gpt2", (0, 3), True, True),
+        (2, "llama", (3, 3), True, True),
+        (2, "llama", (2, 0), False, False),
+        (2, "t5", (3, 1), True, False),
+        (2, "t5", (2, 3), False, True),
+        (2, "mixtral", (3, 3), True, True),
+        (2, "mixtral", (3, 1), False, False),
+        (4, "llama", (3, 2), True, False),
+        (4, "mixtral", (3, 3), True, True),
+        (4, "t5", (0, 3), False, True),
+    ],
+)
+def test_training_equals_plain_torch(
+    world_size: int, name: str, levels: tuple[int, ...], use_checkpoint: bool, on_meta: bool
+) -> None:
+    expected = plain(name, world_size, on_meta=on_meta)
+    results = run_ranks(sharded, world_size, name, levels, use_checkpoint, on_meta)
+    torch.testing.assert_close(sum(result["loss"] for result in results), expected["loss"])
+    for result in results:
+        torch.testing.assert_close(result["grad"], expected["grad"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result["state"], expected["state"], rtol=1e-4, atol=1e-6)
+
+
+def initial(name: str) -> Any:
+    model = wrapped(name, (3,), True, True)
+    assert any(isinstance(module, Block) for module in model.modules())
+    names = [path for path, _ in model.named_parameters()]
+    return names, {**model.state_dict(), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_from_meta_are_those_of_the_model_itself(name: str) -> None:
+    model = initialized_by_hugging_face(name)
+    for names, values in run_ranks(initial, 2, name):
+        assert names == [path for path, _ in model.named_parameters()]
+        expected = {**model.state_dict(), **dict(model.named_buffers())}
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def frozen_below(model: nn.Module) -> nn.Module:
+    """All but the last block and the final norm frozen, the tied embedding too: what a light fine-tuning trains."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("transformer.h.1", "transformer.ln_f")))
+    return model
+
+
+def fine_tuned(use_checkpoint: bool, from_level: int) -> dict[str, Any]:
+    model = frozen_below(wrapped("gpt2", (from_level, 3), use_checkpoint, True))
+    return train(model, [runtime.rank()], runtime.world_size())
+
+
+@pytest.mark.parametrize(("use_checkpoint", "first_level"), [(True, 3), (False, 0)])
+def test_frozen_parts_stay_and_the_others_train(use_checkpoint: bool, first_level: int) -> None:
+    expected = train(frozen_below(initialized_by_hugging_face("gpt2")), range(2), 2)
+    assert sum(grad is not None for grad in expected["grad"].values()) == 14
+    for result in run_ranks(fine_tuned, 2, use_checkpoint, first_level):
+        torch.testing.assert_close(result["grad"], expected["grad"], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result["state"], expected["state"], rtol=1e-4, atol=1e-6)
+
+
+def memory(name: str) -> tuple[float, float]:
+    with MemoryMeter() as meter:
+        model = wrapped(name, (3,), True, True)
+    own = kept_bytes(model)
+    assert meter.current >= own  # the meter sees what it should
+    blocks = [module._bmt_block for module in model.modules() if isinstance(module, Block)]
+    block = max(sum(flat.full_bytes for flat in state.flats) for state in blocks)
+    return (meter.peak - own) / block, whole_bytes(model) / block
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_block_is_whole_at_a_time(name: str) -> None:
+    for blocks, model in run_ranks(memory, 4, name):
+        assert model > 1.8
+        assert 0.75 < blocks < 1.02
+
+
+def from_checkpoint(name: str, path: str) -> Any:
+    with torch.device("meta"):
+        model: Any = MODELS[name]()
+    BMTrainModelWrapper(model, init=False)
+    with pytest.raises(ConfigError, match="have no values"):
+        model(**inputs(0, 0, 1))
+    load(model, path)
+    return model.eval()(**inputs(0, 0, 1)).logits.detach(), dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_the_plain_model_fills_it(name: str, tmp_path: Path) -> None:
+    model: Any = built(name).eval()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    expected = model(**inputs(0, 0, 1)).logits.detach()
+    for logits, buffers in run_ranks(from_checkpoint, 2, name, str(tmp_path / "model.pt")):
+        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(buffers, dict(model.named_buffers()), rtol=0, atol=0)
+
+
+def caches(name: str) -> list[Any]:
+    """Loss and gradients with a cache that was asked for, and one that holds a prefix."""
+    model = wrapped(name, (3,), True, False)
+    model.train()
+    return with_caches(model)
+
+
+def with_caches(model: nn.Module) -> list[Any]:
+    prefix = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=inputs(1, 0, 1)["input_ids"], past_key_values=prefix, use_cache=True)
+    batch = inputs(0, 0, 1)
+    found: list[Any] = []
+    for cache in (None, prefix):
+        model.zero_grad()
+        length = 0 if cache is None else cache.get_seq_length()
+        mask = torch.cat([torch.ones(len(batch["labels"]), length, dtype=torch.int64), batch["attention_mask"]], dim=1)
+        output = model(**{**batch, "attention_mask": mask}, past_key_values=cache, use_cache=True)
+        output.loss.backward()
+        assert output.past_key_values.get_seq_length() == length + batch["labels"].shape[1]
+        found.append((output.loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_recomputation_finds_the_cache_as_forward_found_it(name: str) -> None:
+    model = built(name)
+    model.train()
+    for results in run_ranks(caches, 1, name):
+        for (loss, grads), (expected_loss, expected) in zip(results, with_caches(model), strict=True):
+            torch.testing.assert_close(loss, expected_loss)
+            torch.testing.assert_close([grad.flatten() for grad in grads], [grad.flatten() for grad in expected])
+
+
+def unasked(name: str) -> list[bool]:
+    """Whether a cache comes without asking: training without and with recomputation, and without gradients."""
+    model = wrapped(name, (3,), False, False)
+    model.train()
+    found = [model(**inputs(0, 0, 1)).past_key_values is not None]
+    blocks: list[Any] = [module for module in model.modules() if isinstance(module, Block)]
+    blocks[-1]._use_checkpoint = True  # one is enough
+    found.append(model(**inputs(0, 0, 1)).past_key_values is not None)
+    with torch.no_grad():
+        found.append(model(**inputs(0, 0, 1)).past_key_values is not None)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_cache_is_built_where_blocks_recompute(name: str) -> None:
+    assert built(name).train()(**inputs(0, 0, 1)).past_key_values is not None
+    assert run_ranks(unasked, 1, name) == [[True, False, True]]
+
+
+def switches() -> list[list[bool]]:
+    model: Any = wrapped("llama", (3,), True, False)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    found = []
+    for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        switch()
+        found.append([block._use_checkpoint for block in blocks])
+        model.train()
+        model(**inputs(0, runtime.rank(), 2)).loss.backward()
+    return found
+
+
+def test_the_model_s_switch_of_checkpointing_is_that_of_the_blocks() -> None:
+    assert run_ranks(switches, 2) == [[[False, False], [True, True]]] * 2
+
+
+def generated(path: str) -> Any:
+    model: Any = wrapped("llama", (3,), True, False)
+    model.eval()
+    save(model, path)
+    ids = inputs(0, 0, 1)["input_ids"]
+    return model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+
+
+def test_a_wrapped_model_generates_and_is_saved_as_the_plain_one(tmp_path: Path) -> None:
+    model: Any = built("llama").eval()
+    expected = model.generate(inputs(0, 0, 1)["input_ids"], max_new_tokens=4, do_sample=False, eos_token_id=None)
+    for tokens in run_ranks(generated, 2, str(tmp_path / "model.pt")):
+        assert tokens.tolist() == expected.tolist()
+    model.load_state_dict(torch.load(tmp_path / "model.pt"))
+
+
+def hidden_states() -> Any:
+    model: Any = wrapped("llama", (3,), True, False)
+    output = model(**inputs(0, runtime.rank(), 2), output_hidden_states=True)
+    (output.loss + output.hidden_states[1].square().sum()).backward()
+    parameters = dict(model.named_parameters())
+    return {name: p.gather_like(p.grad) for name, p in parameters.items()}
+
+
+def test_a_loss_on_hidden_states_reaches_the_blocks() -> None:
+    model: Any = built("llama")
+    for part in range(2):
+        output = model(**inputs(0, part, 2), output_hidden_states=True)
+        (output.loss + output.hidden_states[1].square().sum()).backward()
+    for result in run_ranks(hidden_states, 2):
+        torch.testing.assert_close(result, {name: p.grad for name, p in model.named_parameters()}, rtol=1e-4, atol=1e-6)
+
+
+def rewrapped() -> bool:
+    model = BMTrainModelWrapper(built("gpt2"))
+    tied: Any = model
+    return tied.lm_head._parameters["weight"] is tied.transformer.wte._parameters["weight"]
+
+
+def test_tied_embeddings_stay_tied() -> None:
+    assert run_ranks(rewrapped, 2) == [True, True]

@@ -1,0 +1,54 @@
+"""What a step takes beside what is kept, and that no step takes more than the one before it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memory_models import grown, objects_left, steps_without_synchronising, transient
+
+from bmt_core.testing import run_ranks
+
+# Activations, and on CUDA the rounding of the allocator.
+SLACK = 0.25
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(use_checkpoint: bool, dtype: torch.dtype) -> None:
+    for taken, shards in run_ranks(transient, 2, use_checkpoint, dtype):
+        assert taken - shards <= 4 + SLACK
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_on_gpus_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(use_checkpoint: bool) -> None:
+    for taken, shards in run_ranks(transient, 2, use_checkpoint, torch.float32, init={"device": "cuda"}, timeout=120):
+        assert taken - shards <= 4 + SLACK
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_a_hundred_steps_leave_nothing_behind(level: int, use_checkpoint: bool) -> None:
+    assert run_ranks(grown, 2, level, use_checkpoint, 100, timeout=120) == [(0,)] * 2
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_nothing_is_left_to_the_garbage_collector(level: int, use_checkpoint: bool) -> None:
+    for left in run_ranks(objects_left, 2, level, use_checkpoint):
+        assert left < 50  # less than one object per step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_on_gpus_a_hundred_steps_take_no_more_memory(level: int, use_checkpoint: bool) -> None:
+    found = run_ranks(grown, 2, level, use_checkpoint, 100, init={"device": "cuda"}, timeout=120)
+    assert found == [(0, 0)] * 2  # allocated and reserved
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_on_gpus_no_step_waits_for_the_device(level: int, use_checkpoint: bool) -> None:
+    run_ranks(steps_without_synchronising, 2, level, use_checkpoint, init={"device": "cuda"}, timeout=120)
