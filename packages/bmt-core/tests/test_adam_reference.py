@@ -200,3 +200,16 @@ def test_on_a_gpu_temporaries_are_bounded(kind: str) -> None:
     case.step()
     limit_mib = 1 if kind == "float32" else 257
     assert torch.cuda.max_memory_allocated() - before <= limit_mib << 20
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tensors_of_any_layout_are_stepped(device: str) -> None:
+    row = [torch.rand(5, 7, device=device) for _ in range(4)]
+    spread = [torch.rand(5, 8, device=device)[:, :7].copy_(tensor) for tensor in row]
+    crossed = [row[0].clone(), row[1].t().contiguous().t(), row[2].clone(), row[3].clone()]
+    expected = [tensor.clone() for tensor in row]
+    options = {"step": 2, "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True}
+    reference.adam_step(*[[tensor] for tensor in expected], [None], **options)
+    reference.adam_step(*[list(pair) for pair in zip(spread, crossed, strict=True)], [None, None], **options)
+    for stepped in (spread, crossed):
+        torch.testing.assert_close(stepped, expected)

@@ -118,9 +118,16 @@ def _update_whole(rows: Sequence[_Row], s: _Settings) -> None:
 
 
 def _has_one_layout(row: _Row) -> bool:
-    """Whether the tensors of ``row`` lie alike in memory, which torch's fused kernels want."""
+    """Whether the tensors of ``row`` lie alike in memory, without gaps, as torch's fused kernels want it."""
+    if not _is_dense(row.param):
+        return False
     others = [tensor for tensor in (row.grad, row.exp_avg, row.exp_avg_sq, row.master) if tensor is not None]
     return all(tensor.stride() == row.param.stride() for tensor in others)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.is_contiguous() or tensor.permute(by_stride).is_contiguous()
 
 
 def _update(rows: Sequence[_Row], s: _Settings) -> None:
