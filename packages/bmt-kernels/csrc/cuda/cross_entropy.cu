@@ -62,14 +62,18 @@ template <bool with_sum, int packs, int size, class T>
 __device__ void add_classes(RowSums& sums, const Pack<T, size> (&x)[packs], const std::int64_t (&at)[packs],
                             const float* weight) {
     float largest = -INFINITY;
+#pragma unroll
     for (int u = 0; u < packs; ++u) {
+#pragma unroll
         for (int k = 0; k < size; ++k) {
             largest = max_or_nan(to_float(x[u].values[k]), largest);
         }
     }
     sums.raise(largest);
     const float shift = sums.shift();
+#pragma unroll
     for (int u = 0; u < packs; ++u) {
+#pragma unroll
         for (int k = 0; k < size; ++k) {
             const float difference = to_float(x[u].values[k]) - shift;
             sums.exponentials += exponential<T>(difference);
@@ -94,6 +98,7 @@ __device__ RowSums thread_sums(const T* x, std::int64_t classes, const float* we
     for (; i + (in_flight - 1) * threads < packs; i += in_flight * threads) {
         Pack<T, size> some[in_flight];
         std::int64_t at[in_flight];
+#pragma unroll
         for (int u = 0; u < in_flight; ++u) {
             at[u] = head + (i + u * threads) * size;
             some[u] = load<size>(x + at[u]);
@@ -140,15 +145,16 @@ struct RowFactors {
     std::int64_t column;
 };
 
-template <class T, int size>
-__device__ Pack<T, size> gradients_of(const Pack<T, size>& x, std::int64_t at, const RowFactors& row, bool has_spread,
+template <bool has_spread, class T, int size>
+__device__ Pack<T, size> gradients_of(const Pack<T, size>& x, std::int64_t at, const RowFactors& row,
                                       const float* weight) {
     Pack<T, size> gradients;
     const std::int64_t hit_at = row.column - at;
     const int hit = hit_at >= 0 && hit_at < size ? static_cast<int>(hit_at) : size;
+#pragma unroll
     for (int k = 0; k < size; ++k) {
         float gradient = row.total * exponential<T>((to_float(x.values[k]) - row.row_max) - row.log_sum);
-        if (has_spread) {
+        if constexpr (has_spread) {
             gradient -= weight == nullptr ? row.spread : row.spread * weight[at + k];
         }
         if (k == hit) {
@@ -160,7 +166,7 @@ __device__ Pack<T, size> gradients_of(const Pack<T, size>& x, std::int64_t at, c
 }
 
 // Every thread writes where it has read before, and nowhere else, so that `gradient` may be the logits.
-template <class T>
+template <class T, bool has_spread>
 __global__ void backward_kernel(Logits logits, Targets targets, BackwardFactors factors, const float* weight,
                                 Gradient gradient) {
     constexpr int size = 16 / sizeof(T);
@@ -170,7 +176,6 @@ __global__ void backward_kernel(Logits logits, Targets targets, BackwardFactors 
     const std::int64_t classes = logits.classes;
     const T* x = static_cast<const T*>(logits.address) + row * logits.stride;
     T* out = static_cast<T*>(gradient.address) + row * gradient.stride;
-    const bool has_spread = factors.spread != nullptr;
     const RowFactors f{factors.row_max[row],
                        factors.log_sum[row],
                        factors.total[row],
@@ -182,25 +187,26 @@ __global__ void backward_kernel(Logits logits, Targets targets, BackwardFactors 
     if (elements_before_alignment(out, classes) != head) {
         packs = 0;
     }
-    std::int64_t i = thread;
-    for (; i + (in_flight - 1) * threads < packs; i += in_flight * threads) {
+    for (std::int64_t i = thread; i < packs; i += in_flight * threads) {
         Pack<T, size> some[in_flight];
+#pragma unroll
         for (int u = 0; u < in_flight; ++u) {
-            some[u] = load<size>(x + head + (i + u * threads) * size);
+            if (i + u * threads < packs) {
+                some[u] = load<size>(x + head + (i + u * threads) * size);
+            }
         }
+#pragma unroll
         for (int u = 0; u < in_flight; ++u) {
             const std::int64_t at = head + (i + u * threads) * size;
-            store(out + at, gradients_of(some[u], at, f, has_spread, weight));
+            if (i + u * threads < packs) {
+                store(out + at, gradients_of<has_spread>(some[u], at, f, weight));
+            }
         }
     }
-    for (; i < packs; i += threads) {
-        const std::int64_t at = head + i * size;
-        store(out + at, gradients_of(load<size>(x + at), at, f, has_spread, weight));
-    }
     const std::int64_t ends = classes - packs * size;
-    for (i = thread; i < ends; i += threads) {
+    for (std::int64_t i = thread; i < ends; i += threads) {
         const std::int64_t at = packs == 0 || i < head ? i : i + packs * size;
-        store(out + at, gradients_of(load<1>(x + at), at, f, has_spread, weight));
+        store(out + at, gradients_of<has_spread>(load<1>(x + at), at, f, weight));
     }
 }
 
@@ -226,8 +232,9 @@ template <class T>
 void backward_of(const Logits& logits, const Targets& targets, const BackwardFactors& factors, const float* weight,
                  const Gradient& gradient, const Where& where) {
     const OnDevice device(where, "cross_entropy_backward");
-    backward_kernel<T><<<blocks_for(logits), threads_for(logits.classes), 0, stream_of(where)>>>(
-        logits, targets, factors, weight, gradient);
+    auto* kernel = factors.spread == nullptr ? backward_kernel<T, false> : backward_kernel<T, true>;
+    kernel<<<blocks_for(logits), threads_for(logits.classes), 0, stream_of(where)>>>(logits, targets, factors, weight,
+                                                                                     gradient);
     device.launched();
 }
 

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int threads = 256;
 constexpr std::size_t chunk = 8192;
+constexpr std::size_t sum_chunk = 32768;  // of a sum, which has more to do at the end of each
 constexpr int sum_blocks = 1024;
 
 using TensorTable = Table<Tensor, 512>;
@@ -27,7 +28,7 @@ struct Part {
     }
 };
 
-__device__ Part part_of(const TensorTable& table, std::uint32_t index) {
+__device__ Part part_of(const TensorTable& table, std::uint32_t index, std::size_t chunk) {
     const int entry = table.entry_of(index);
     const Tensor* tensor = &table.entries[entry];
     const std::size_t begin = (index - table.first_chunk[entry]) * chunk;
@@ -75,7 +76,7 @@ __device__ bool is_non_finite(BFloat16 x) { return (x.bits & 0x7f80u) == 0x7f80u
 
 __global__ void __launch_bounds__(threads)
     non_finite_kernel(const __grid_constant__ TensorTable table, std::uint8_t* flag) {
-    const Part part = part_of(table, blockIdx.x);
+    const Part part = part_of(table, blockIdx.x, chunk);
     bool found = false;
     in_type(part, [&](auto* start) {
         for_packs(start, part.count, [&](const auto* at, auto size) {
@@ -135,15 +136,18 @@ __global__ void __launch_bounds__(threads) partial_sums_kernel(const __grid_cons
                                                                std::uint32_t chunks, bool is_first, double* partial) {
     Sum<kind> total{0};
     for (std::uint32_t index = blockIdx.x; index < chunks; index += sum_blocks) {
-        const Part part = part_of(table, index);
+        const Part part = part_of(table, index, sum_chunk);
         double of_part = 0;
         in_type(part, [&](auto* start) {
             decltype(to_real(*start)) sum = 0;
             for_packs(start, part.count, [&](const auto* at, auto size) {
+                // A sum of its own for each pack: the next one need not wait for this one's.
                 const auto pack = load<size.value>(at);
+                decltype(sum) of_pack = 0;
                 for (int k = 0; k < size.value; ++k) {
-                    sum = with_power<kind>(sum, to_real(pack.values[k]), p);
+                    of_pack = with_power<kind>(of_pack, to_real(pack.values[k]), p);
                 }
+                sum = kind == Power::largest ? max_or_nan(sum, of_pack) : sum + of_pack;
             });
             of_part = sum;
         });
@@ -168,7 +172,7 @@ void powers_sum_of(const std::vector<Tensor>& tensors, double p, float* result, 
     const OnDevice device(where, "powers_sum");
     bool is_first = true;
     for_tables<TensorTable>(
-        tensors, chunk, [](const Tensor& tensor) { return tensor; },
+        tensors, sum_chunk, [](const Tensor& tensor) { return tensor; },
         [&](const TensorTable& table, unsigned chunks) {
             partial_sums_kernel<kind>
                 <<<sum_blocks, threads, 0, stream_of(where)>>>(table, p, chunks, is_first, workspace);
@@ -190,7 +194,7 @@ __device__ BFloat16 scaled(BFloat16 x, float factor) { return from_float<BFloat1
 
 __global__ void __launch_bounds__(threads)
     scale_kernel(const __grid_constant__ TensorTable table, const float* factor_at) {
-    const Part part = part_of(table, blockIdx.x);
+    const Part part = part_of(table, blockIdx.x, chunk);
     const float factor = *factor_at;
     in_type(part, [&](auto* start) {
         for_packs(start, part.count, [&](auto* at, auto size) {
@@ -208,7 +212,7 @@ __global__ void __launch_bounds__(threads)
     if (!is_set(flag)) {
         return;
     }
-    const Part part = part_of(table, blockIdx.x);
+    const Part part = part_of(table, blockIdx.x, chunk);
     in_type(part, [&](auto* start) {
         for_packs(start, part.count, [&](auto* at, auto size) {
             using Element = std::remove_reference_t<decltype(*at)>;
