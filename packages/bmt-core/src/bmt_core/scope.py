@@ -96,7 +96,7 @@ def is_gathered(tensor: torch.Tensor) -> bool:
     return any(found.full.untyped_storage()._cdata == storage for found in _scope.gathered.values())
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # for a model that is compiled as a whole
+@torch._disable_dynamo  # For a model that is compiled as a whole; the public torch.compiler.disable imports the compiler at once.
 def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     """Return ``parameter.gather()``, made once per outermost call however often it is asked for. Collective.
 
@@ -118,7 +118,7 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     return found.full
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch._disable_dynamo
 def _begin_call(module: nn.Module, mode: tuple[bool, bool]) -> None:
     _gather_ahead(module, mode)
     for observer in current().call_observers:

@@ -177,7 +177,7 @@ class Block(nn.Module):
 CheckpointBlock = Block
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch._disable_dynamo
 def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
     """Call ``block`` in a model that is compiled as a whole: what is compiled around the block ends before it."""
     return block(*args, **kwargs)
