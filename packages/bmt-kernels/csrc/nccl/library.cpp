@@ -11,7 +11,7 @@ void* opened(const std::string& path, int flags) {
     void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | flags);
     if (handle == nullptr) {
         const char* const reason = dlerror();
-        throw std::runtime_error(flags != 0 || reason == nullptr ? path + " is not loaded" : reason);
+        throw CannotOpen(flags != 0 || reason == nullptr ? path + " is not loaded" : reason);
     }
     return handle;
 }

@@ -1,17 +1,23 @@
 // Shared libraries opened at run time: NCCL, and the CUDA driver.
 #pragma once
 
-#include <memory>
+#include <stdexcept>
 #include <string>
 
 #include "nccl/abi.h"
 
 namespace bmt::nccl {
 
+// There is no such library, or it cannot be loaded.
+class CannotOpen : public std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 // NCCL, once its version is one whose interface is known; never closed, as its threads may outlive every communicator.
 class Library {
    public:
-    // With `only_if_loaded`, the copy that the process has loaded already, under this name. Throws std::runtime_error.
+    // With `only_if_loaded`, the copy that the process has loaded already, under this name. Throws CannotOpen, or
+    // std::runtime_error if it is none that can be used.
     Library(const std::string& path, bool only_if_loaded);
 
     UniqueId unique_id() const;

@@ -141,6 +141,8 @@ PYBIND11_MODULE(_nccl, module) {
             }
         } catch (const bmt::nccl::Failed& error) {
             bmt::nccl::set_error(error.what());
+        } catch (const bmt::nccl::CannotOpen& error) {
+            PyErr_SetString(PyExc_OSError, error.what());
         }
     });
     bmt::nccl::bind_engine(module);
