@@ -2,7 +2,9 @@
 # operations are numbers of NCCL. A failure is a bmt_kernels.nccl.errors.NcclError.
 
 class Library:
-    def __init__(self, path: str, only_if_loaded: bool = False) -> None: ...  # OSError: cannot be opened. RuntimeError: cannot be used
+    def __init__(
+        self, path: str, only_if_loaded: bool = False
+    ) -> None: ...  # OSError: cannot be opened. RuntimeError: cannot be used
     @property
     def path(self) -> str: ...
     @property

@@ -41,7 +41,9 @@ def check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> None:
 def check_same_dtype(operation: str, output: torch.Tensor, input: torch.Tensor) -> None:
     """Raise :class:`TypeError` unless both have one dtype."""
     if output.dtype != input.dtype:
-        raise TypeError(f"{operation}: output is of dtype {output.dtype}, and input of {input.dtype}. They must be equal.")
+        raise TypeError(
+            f"{operation}: output is of dtype {output.dtype}, and input of {input.dtype}. They must be equal."
+        )
 
 
 def check_widening(output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> None:
@@ -77,7 +79,9 @@ def check_apart(operation: str, whole: torch.Tensor, part: torch.Tensor, rank: i
         )
 
 
-def check_member(operation: str, name: str, member: int, ranks: tuple[int, ...], *, other_than: int | None = None) -> None:
+def check_member(
+    operation: str, name: str, member: int, ranks: tuple[int, ...], *, other_than: int | None = None
+) -> None:
     """Raise :class:`ValueError` unless ``member`` is an index of ``ranks``, and not ``other_than``."""
     if not 0 <= member < len(ranks):
         raise ValueError(f"{operation}: {name} must be an index of the group's ranks {ranks}, not {member}.")

@@ -85,7 +85,9 @@ class NcclBackend(CommBackend):
         try:
             has_failed = self._engine.wait_for_failure(0.0) is not None
             if not self._engine.close(min(self.context.timeout, _PATIENCE_AT_THE_END)) and not has_failed:
-                logger.warning("bmt: rank %d leaves, and collectives that it started have not finished.", self.context.rank)
+                logger.warning(
+                    "bmt: rank %d leaves, and collectives that it started have not finished.", self.context.rank
+                )
             if self._herald is not None and self._herald.is_alive():
                 self._herald.join(_PATIENCE_WITH_STORE)
         finally:

@@ -72,4 +72,6 @@ def candidates() -> Iterator[tuple[str, bool]]:
 
 
 def _unusable(reason: str, remedy: str) -> ConfigError:
-    return ConfigError(f"comm_backend='nccl-native' cannot be used: {reason}. {remedy}, or choose comm_backend='torch'.")
+    return ConfigError(
+        f"comm_backend='nccl-native' cannot be used: {reason}. {remedy}, or choose comm_backend='torch'."
+    )
