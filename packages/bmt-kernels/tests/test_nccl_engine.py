@@ -82,7 +82,7 @@ def test_a_version_with_another_interface_is_refused(
 
 def test_a_library_without_a_function_is_refused_by_its_name(tmp_path: Path) -> None:
     path = compiled("nccl", tmp_path / "libnccl.so", "FAKE_WITHOUT_UNIQUE_ID")
-    with pytest.raises(RuntimeError, match="has no function ncclGetUniqueId"):
+    with pytest.raises(RuntimeError, match=r"has no function ncclGetUniqueId"):
         native().Library(path)
 
 
@@ -105,12 +105,12 @@ def test_nccl_is_what_is_loaded_then_what_lies_beside_torch_then_what_the_loader
 
 
 def test_an_engine_needs_a_gpu_and_a_driver(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="this run's device is cpu. Start on GPUs, or choose comm_backend='torch'"):
+    with pytest.raises(ConfigError, match=r"this run's device is cpu. Start on GPUs, or choose comm_backend='torch'"):
         make_engine(torch.device("cpu"), 10.0)
     library = native().Library(fakes.nccl)
     with pytest.raises(OSError, match=r"no-driver\.so"):
         native().Engine(library, driver="no-driver.so", device=0, timeout=1.0)
-    with pytest.raises(RuntimeError, match="cuDeviceGet failed: CUDA_ERROR_OTHER"):
+    with pytest.raises(RuntimeError, match=r"cuDeviceGet failed: CUDA_ERROR_OTHER"):
         native().Engine(library, driver=fakes.cuda, device=9, timeout=1.0)
     monkeypatch.setenv(VARIABLE, fakes.nccl)
     monkeypatch.setattr("bmt_kernels.nccl.library._DRIVER", fakes.cuda)
@@ -146,7 +146,7 @@ def test_a_healthy_end_finalizes_and_destroys(fakes: Fakes) -> None:
     fakes["in_progress"] = 3  # finalizing takes a while
     assert made.close(10.0) and made.is_closed
     assert (fakes["finalized"], fakes["destroyed"], fakes["aborted"], fakes["events"]) == (2, 2, 0, 0)
-    with pytest.raises(NcclError, match="closed"):
+    with pytest.raises(NcclError, match=r"closed"):
         groups[0].all_reduce(x.data_ptr(), 4, FLOAT32, SUM, 0)
     assert made.close(1.0)
 
@@ -229,7 +229,7 @@ def test_work_that_never_ends_is_aborted_and_raises_where_the_main_thread_is(
         wherever_it_is()
     wait_until(lambda: fakes["aborted"] == 1)
     for _ in range(2):
-        with pytest.raises(NcclError, match="all_reduce of 4 float32"):
+        with pytest.raises(NcclError, match=r"all_reduce of 4 float32"):
             group.broadcast(x.data_ptr(), 16, 0, 0)
     assert not made.close(1.0)
 
@@ -237,7 +237,7 @@ def test_work_that_never_ends_is_aborted_and_raises_where_the_main_thread_is(
 def test_an_error_that_nccl_finds_in_the_background_is_raised(fakes: Fakes) -> None:
     made = fakes.engine()
     fakes.communicator(made)
-    with pytest.raises(NcclError, match="NCCL failed on rank 6 in the group of ranks .* remote process exited"):
+    with pytest.raises(NcclError, match=r"NCCL failed on rank 6 in the group of ranks .* remote process exited"):
         fakes["async_error"] = 6
         wherever_it_is()
     assert not made.close(1.0)
@@ -284,10 +284,10 @@ def test_a_failure_of_one_rank_is_told_to_the_others_through_the_store(fakes: Fa
     heralds = [Herald(made, store, rank) for rank, made in enumerate(engines)]
     for herald in heralds:
         herald.start()
-    with pytest.raises(NcclError, match="^no more$"):
+    with pytest.raises(NcclError, match=r"^no more$"):
         engines[1].fail("no more")
         engines[1].check()
-    with pytest.raises(NcclError, match="^NCCL was aborted on rank 0, as rank 1 failed: no more$"):
+    with pytest.raises(NcclError, match=r"^NCCL was aborted on rank 0, as rank 1 failed: no more$"):
         wherever_it_is()
     for made, herald in zip(engines, heralds, strict=True):
         made.close(0.0)
@@ -308,5 +308,5 @@ def test_an_engine_that_nobody_closes_does_not_hold_up_the_process(fakes: Fakes)
     made = fakes.engine()
     group = fakes.communicator(made)
     del made
-    with pytest.raises(NcclError, match="closed"):
+    with pytest.raises(NcclError, match=r"closed"):
         group.all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)

@@ -61,8 +61,8 @@ class NcclGroup(Group):
         check_whole_and_part("reduce_scatter", "input", input, "output", output, self.size)
         if output.dtype != input.dtype:
             return self._sum_of_parts(output, input, op)
-        check_apart("reduce_scatter", input, output, self.rank)
         element, number, count = reduction("reduce_scatter", output, op)
+        check_apart("reduce_scatter", input, output, self.rank)
         if count:
             addresses = input.data_ptr(), output.data_ptr()
             self._communicator.reduce_scatter(*addresses, count, element, number, self._stream())
