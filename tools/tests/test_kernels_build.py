@@ -84,5 +84,5 @@ def test_kernels_for_the_cpu_are_clean_under_the_sanitizers() -> None:
     """The tests that go to the edges of memory; tools/sanitize_kernels.py alone runs all of them."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("no C++ compiler")
-    edges = "in_pieces or neighbours or extreme or any_size or no_memory or of_little"
+    edges = "in_pieces or neighbours or extreme or any_size or no_memory or of_little or nccl_engine"
     assert sanitize_kernels.main(["-k", edges, "--no-header"]) == 0

@@ -15,7 +15,7 @@ from bmt_kernels import binaries
 
 _SOURCES = Path(__file__).parent / "fakes"
 _NUMBERS = ("in_progress", "async_error", "result", "microseconds", "finalized", "destroyed", "aborted", "ungrouped")
-_DRIVER_NUMBERS = ("status", "capturing", "events", "recorded")
+_DRIVER_NUMBERS = ("status", "record_status", "capturing", "events", "recorded")
 
 
 def compiled(source: str, target: Path, *definitions: str) -> str:

@@ -258,6 +258,18 @@ def test_a_queue_that_moves_is_no_timeout(fakes: Fakes) -> None:
     assert made.close(1.0)
 
 
+def test_an_error_of_the_device_is_raised_by_the_call_that_meets_it(fakes: Fakes) -> None:
+    made = fakes.engine()
+    group = fakes.communicator(made)
+    fakes["record_status"] = 700
+    with pytest.raises(
+        NcclError, match=r"^broadcast of 16 bytes from rank 4 on rank 6 .* reports CUDA_ERROR_ILLEGAL_ADDRESS$"
+    ):
+        group.broadcast(BUFFER.data_ptr(), BUFFER.nbytes, 0, 0)
+    assert not made.close(1.0)
+    assert fakes["events"] == 0
+
+
 def test_what_is_captured_in_a_graph_is_not_watched(fakes: Fakes, engine: Any) -> None:
     fakes["capturing"] = 1
     fakes.communicator(engine).all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)

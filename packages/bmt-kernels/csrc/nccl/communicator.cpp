@@ -187,19 +187,21 @@ void Communicator::track(const Call& call, Stream stream) {
         return;
     }
     const std::lock_guard lock(pending_mutex_);
-    Event event = nullptr;
     if (unused_.empty()) {
-        core_->device.check(driver.event_create(&event, event_without_time), "cuEventCreate");
-    } else {
-        event = unused_.back();
-        unused_.pop_back();
+        Event made = nullptr;
+        fail_unless_done(driver.event_create(&made, event_without_time), call);
+        unused_.push_back(made);
     }
-    const int status = driver.event_record(event, stream);
-    if (status != 0) {
-        unused_.push_back(event);
-        core_->device.check(status, "cuEventRecord");
-    }
+    const Event event = unused_.back();
+    fail_unless_done(driver.event_record(event, stream), call);
+    unused_.pop_back();
     pending_.push_back({event, call, Clock::now()});
+}
+
+void Communicator::fail_unless_done(int status, const Call& call) {
+    if (status != 0) {
+        fail(described(call) + " " + where() + " failed: the device reports " + core_->device.name_of(status));
+    }
 }
 
 std::string Communicator::examine() {
@@ -219,10 +221,8 @@ std::string Communicator::examine() {
         if (!pending_.empty()) {
             const Pending& oldest = pending_.front();
             if (status != cuda_not_ready) {
-                const char* name = nullptr;
-                core_->device.driver.get_error_name(status, &name);
                 return described(oldest.call) + " " + where() + " failed: the device reports " +
-                       (name == nullptr ? std::to_string(status) : name);
+                       core_->device.name_of(status);
             }
             if (now - std::max(oldest.issued, idle_since_) > core_->timeout) {
                 return described(oldest.call) + " " + where() + " has not finished within " + written(core_->timeout) +

@@ -65,6 +65,7 @@ class Communicator {
     Result settled(Result result, Comm comm, Clock::time_point deadline) const;
     void track(const Call& call, Stream stream);
     void forget_events();
+    void fail_unless_done(int status, const Call& call);
     std::string described(const Call& call) const;
     std::string where() const;
     [[noreturn]] void fail(const std::string& message);

@@ -108,10 +108,14 @@ Device::~Device() { driver.primary_context_release(device_); }
 
 void Device::check(int status, const char* what) const {
     if (status != 0) {
-        const char* name = nullptr;
-        driver.get_error_name(status, &name);
-        throw std::runtime_error(std::string(what) + " failed: " + (name == nullptr ? std::to_string(status) : name));
+        throw std::runtime_error(std::string(what) + " failed: " + name_of(status));
     }
+}
+
+std::string Device::name_of(int status) const {
+    const char* name = nullptr;
+    driver.get_error_name(status, &name);
+    return name == nullptr ? std::to_string(status) : name;
 }
 
 }  // namespace bmt::nccl

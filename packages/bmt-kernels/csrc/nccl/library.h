@@ -37,6 +37,7 @@ class Device {
     Device& operator=(const Device&) = delete;
 
     void check(int status, const char* what) const;
+    std::string name_of(int status) const;
 
     Driver driver{};
     Context context = nullptr;

@@ -1,8 +1,8 @@
 // A libcuda.so.1 whose streams do nothing, and whose events happen when the test says so.
 #include <stdlib.h>
 
-// What cuEventQuery says: 0, 600 (not ready) or an error. Whether streams are being captured. How many events there are.
-int fake_status = 0, fake_capturing = 0, fake_events = 0, fake_recorded = 0;
+// What cuEventQuery says: 0, 600 (not ready) or an error. What cuEventRecord says. Whether streams are being captured. How many events there are.
+int fake_status = 0, fake_record_status = 0, fake_capturing = 0, fake_events = 0, fake_recorded = 0;
 
 int cuInit(unsigned flags) { return flags == 0 ? 0 : 1; }
 int cuDeviceGet(int* device, int index) { *device = 100 + index; return index < 8 ? 0 : 101; }
@@ -22,7 +22,7 @@ int cuEventQuery(void* event) { (void)event; return depth < 1 ? 201 : fake_statu
 int cuEventRecord(void* event, void* stream) {
     (void)event; (void)stream;
     ++fake_recorded;
-    return depth < 1 ? 201 : 0;
+    return depth < 1 ? 201 : fake_record_status;
 }
 int cuStreamIsCapturing(void* stream, int* is) { (void)stream; *is = fake_capturing; return 0; }
 int cuThreadExchangeStreamCaptureMode(int* mode) { return *mode == 2 ? 0 : 1; }
