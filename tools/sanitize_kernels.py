@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Build the kernels for the CPU with AddressSanitizer and UndefinedBehaviorSanitizer, and run their tests; options go to pytest.
+"""Build the modules for the CPU and for NCCL with AddressSanitizer and UndefinedBehaviorSanitizer, and run their tests.
 
-Needs GCC or Clang with its sanitizers, and an environment with what requirements-dev.txt pins.
+Options go to pytest. Needs GCC or Clang with its sanitizers, and an environment with what requirements-dev.txt pins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "packages" / "bmt-kernels"
 BUILD = PACKAGE / "build" / "sanitized"
+MODULES = ("_cpu", "_nccl")
 # What needs the metadata of an installed package is about finding the kernels, not about what they do to memory.
-TESTS = [f"tests/test_{name}.py" for name in ("adam", "casts", "cross_entropy", "gradients")]
+TESTS = [f"tests/test_{name}.py" for name in ("adam", "casts", "cross_entropy", "gradients", "nccl_engine")]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,8 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     stage = BUILD / "stage"
     shutil.rmtree(stage, ignore_errors=True)
     shutil.copytree(PACKAGE / "src", stage, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (module,) = BUILD.glob("_cpu*.so")
-    shutil.copy(module, stage / "bmt_kernels")
+    for name in MODULES:
+        (module,) = BUILD.glob(f"{name}*.so")
+        shutil.copy(module, stage / "bmt_kernels")
     tests = [str(PACKAGE / test) for test in TESTS]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
     # -S: without the finders of editable installs, which would put the installed module in front of this one.
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build() -> None:
-    """Compile the module, as far as it has changed since the last time."""
+    """Compile the modules, as far as they have changed since the last time."""
     pybind11 = subprocess.check_output([sys.executable, "-m", "pybind11", "--cmakedir"], text=True).strip()
     settings = {
         "BMT_SANITIZE": "ON",
@@ -50,7 +52,7 @@ def build() -> None:
     cmake = [sys.executable, "-m", "cmake"]
     for command in (
         [*cmake, "-S", str(PACKAGE), "-B", str(BUILD), "-G", "Ninja", "--log-level=WARNING", *definitions],
-        [*cmake, "--build", str(BUILD), "--target", "_cpu"],
+        [*cmake, "--build", str(BUILD), "--target", *MODULES],
     ):
         subprocess.run(command, check=True, env={**os.environ, "PATH": f"{scripts()}{os.pathsep}{os.environ['PATH']}"})
 

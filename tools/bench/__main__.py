@@ -6,7 +6,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-COMMANDS = {"kernels": "bench.kernels", "measure": "bench.run", "table": "bench.table", "timeline": "bench.timeline"}
+COMMANDS = {
+    "collectives": "bench.collectives",
+    "kernels": "bench.kernels",
+    "measure": "bench.run",
+    "table": "bench.table",
+    "timeline": "bench.timeline",
+}
 
 
 def main() -> int:

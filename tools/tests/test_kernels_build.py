@@ -32,6 +32,7 @@ assert kernels.provider_name == "cpu", CpuKernels().available()
 half = torch.empty(100, dtype=torch.bfloat16)
 bmt_kernels.cast([torch.ones(100)], [half])
 assert half.eq(1).all() and kernels.powers_sum([half], 2.0, [1.0], half.device) == 100
+assert binaries.problem("_nccl") is None
 print(bmt_kernels.__file__, binaries.problem("_cuda"))
 """
 
@@ -54,7 +55,7 @@ def test_source_archive_and_its_wheel_install_and_work(tmp_path: Path) -> None:
         names = {name.partition("/")[2] for name in files.getnames()}
         licence = next(member for member in files.getmembers() if member.name.endswith("/LICENSE"))
         assert licence.isfile() and licence.size > 10_000
-    assert {"CMakeLists.txt", "README.md", "csrc/cpu/module.cpp", "cmake/cuda.cmake"} <= names
+    assert {"CMakeLists.txt", "README.md", "csrc/cpu/module.cpp", "csrc/nccl/module.cpp", "cmake/cuda.cmake"} <= names
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc")) or name.startswith("build")]
 
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -65,7 +66,8 @@ def test_source_archive_and_its_wheel_install_and_work(tmp_path: Path) -> None:
         inside = files.namelist()
     top = {name.partition("/")[0] for name in inside}
     assert len(top) == 2 and "bmt_kernels" in top, "the package and its metadata, nothing beside them"
-    assert {"bmt_kernels/py.typed", "bmt_kernels/_cpu.pyi", "bmt_kernels/_cuda.pyi"} <= set(inside)
+    stubs = {f"bmt_kernels/{name}.pyi" for name in ("_cpu", "_cuda", "_nccl")}
+    assert {"bmt_kernels/py.typed", "bmt_kernels/nccl/backend.py"} | stubs <= set(inside)
     assert any(name.endswith("licenses/LICENSE") for name in inside)
 
     site = tmp_path / "site"
@@ -82,5 +84,5 @@ def test_kernels_for_the_cpu_are_clean_under_the_sanitizers() -> None:
     """The tests that go to the edges of memory; tools/sanitize_kernels.py alone runs all of them."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("no C++ compiler")
-    edges = "in_pieces or neighbours or extreme or any_size or no_memory or of_little"
+    edges = "in_pieces or neighbours or extreme or any_size or no_memory or of_little or nccl_engine"
     assert sanitize_kernels.main(["-k", edges, "--no-header"]) == 0

@@ -161,7 +161,7 @@ def test_cuda_module_is_compiled_for_hopper_where_there_is_a_compiler() -> None:
     assert 900 in module.ARCHITECTURES
 
 
-@pytest.mark.parametrize("name", ["_cpu", "_cuda"])
+@pytest.mark.parametrize("name", ["_cpu", "_cuda", "_nccl"])
 def test_stub_has_what_the_compiled_module_has(name: str) -> None:
     module = binaries.load(name)
     if module is None:
@@ -177,6 +177,21 @@ def test_stub_has_what_the_compiled_module_has(name: str) -> None:
         # pybind11 writes the signature in the first line of the docstring.
         (signature, *_) = getattr(module, public).__doc__.splitlines()
         assert signature.count(": ") == len(item.args.posonlyargs) + len(item.args.args), signature
+
+
+def test_stub_has_what_the_classes_for_nccl_have() -> None:
+    module = binaries.load("_nccl")
+    assert module is not None, binaries.problem("_nccl")
+    stub = ast.parse(Path(provider.__file__).with_name("_nccl.pyi").read_text())
+    for kind in (item for item in stub.body if isinstance(item, ast.ClassDef)):
+        members = {item.name: item for item in kind.body if isinstance(item, ast.FunctionDef)}
+        real = vars(getattr(module, kind.name))
+        assert {name for name in real if not name.startswith("_")} == members.keys() - {"__init__"}
+        for name, item in members.items():
+            if not item.decorator_list:
+                (signature, *_) = real[name].__doc__.splitlines()
+                taken = len(item.args.posonlyargs) + len(item.args.args)
+                assert signature.replace("(self: ", "(: ").count(": ") == taken, signature
 
 
 def test_cuda_kernels_are_not_used_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+from bmt_core.comm.api import CommBackend
 from bmt_core.hookspecs import hookimpl
 from bmt_core.ops import KernelProvider
 from bmt_core.runtime import Runtime
@@ -19,6 +20,14 @@ PROVIDERS: tuple[type[KernelProvider], ...] = (CpuKernels, CudaKernels)
 def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
     """The kernels for the CPU and for CUDA."""
     return PROVIDERS
+
+
+@hookimpl
+def bmt_comm_backends() -> Sequence[type[CommBackend]]:
+    """NCCL without torch's process groups."""
+    from bmt_kernels.nccl import NcclBackend
+
+    return [NcclBackend]
 
 
 @hookimpl

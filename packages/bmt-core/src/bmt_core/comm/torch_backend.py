@@ -45,7 +45,7 @@ class TorchGroup(Group):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
         work = _started(dist.all_to_all_single, _bytes(parts), _bytes(input), group=self.process_group)
-        return _SumOfParts(work, parts, output, self.size if op == "avg" else 1)
+        return SumOfParts(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.all_reduce`."""
@@ -156,16 +156,17 @@ class TorchBackend(CommBackend):
             dist.destroy_process_group()
 
 
-class _SumOfParts:
-    """Wait for the parts of all ranks, then add them in the output's dtype, once."""
+class SumOfParts:
+    """The :class:`Work` that waits for the parts of all ranks, then adds them in the output's dtype, once."""
 
-    def __init__(self, work: Any, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
+    def __init__(self, work: Work, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
         self._work = work
         self._parts: torch.Tensor | None = parts
         self._output = output
         self._divisor = divisor
 
     def wait(self) -> None:
+        """See :meth:`Work.wait`."""
         parts, self._parts = self._parts, None
         if parts is None:
             return

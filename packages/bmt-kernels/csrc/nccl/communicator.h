@@ -1,0 +1,85 @@
+// One communicator of NCCL: starts operations on streams, and knows which of them are not finished.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "nccl/core.h"
+
+namespace bmt::nccl {
+
+// What an operation is called in messages.
+struct Call {
+    const char* name;
+    std::size_t count;
+    int element;  // ncclDataType_t
+    int peer = -1;
+};
+
+// A part of an exchange: `bytes` at `address`, to or from member `peer`.
+struct Part {
+    std::uintptr_t address;
+    std::size_t bytes;
+    int peer;
+};
+
+class Communicator {
+   public:
+    // Returns when all members have joined. `ranks` are their ranks in the world, this process is ranks[rank].
+    Communicator(std::shared_ptr<Core> core, const UniqueId& id, std::vector<int> ranks, int rank);
+
+    void all_gather(std::uintptr_t input, std::uintptr_t output, std::size_t bytes, std::uintptr_t stream);
+    void reduce_scatter(std::uintptr_t input, std::uintptr_t output, std::size_t count, int element, int op,
+                        std::uintptr_t stream);
+    void all_reduce(std::uintptr_t address, std::size_t count, int element, int op, std::uintptr_t stream);
+    void broadcast(std::uintptr_t address, std::size_t bytes, int root, std::uintptr_t stream);
+    // All sends and receives as one.
+    void exchange(const std::vector<Part>& sends, const std::vector<Part>& recvs, std::uintptr_t stream);
+    // Piece i of the input goes to member i, piece i of the output comes from it; `bytes` each.
+    void all_to_all(std::uintptr_t input, std::uintptr_t output, std::size_t bytes, std::uintptr_t stream);
+
+    // The rest is for the engine.
+
+    // What has gone wrong by now; empty if nothing has.
+    std::string examine();
+    bool is_idle();
+    void abort();
+    // Gives everything back in an orderly way; aborts what is not done by then.
+    void finish(Clock::time_point deadline);
+
+   private:
+    struct Pending {
+        Event event;
+        Call call;
+        Clock::time_point issued;
+    };
+
+    template <class Enqueue>
+    void issue(const Call& call, std::uintptr_t stream, const Enqueue& enqueue);
+    // Waits while NCCL is `in_progress`: it connects to peers in the background when they are first needed.
+    Result settled(Result result, Comm comm, Clock::time_point deadline) const;
+    void track(const Call& call, Stream stream);
+    void forget_events();
+    void fail_unless_done(int status, const Call& call);
+    std::string described(const Call& call) const;
+    std::string where() const;
+    [[noreturn]] void fail(const std::string& message);
+    void fail_unless_settled(Result result, Comm comm, const std::string& what);
+
+    const std::shared_ptr<Core> core_;
+    const std::vector<int> ranks_;
+    const int rank_;
+    std::timed_mutex mutex_;  // of whoever is inside NCCL
+    std::atomic<Comm> comm_{nullptr};
+    std::mutex pending_mutex_;
+    std::deque<Pending> pending_;  // oldest first
+    std::vector<Event> unused_;
+    Clock::time_point idle_since_;  // when the operation before the oldest pending one was found finished
+};
+
+}  // namespace bmt::nccl

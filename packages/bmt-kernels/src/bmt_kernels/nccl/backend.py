@@ -1,0 +1,112 @@
+"""The communication backend that calls NCCL itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import DistError, Store
+
+from bmt_core.comm.api import CommBackend, CommContext, Group
+from bmt_core.comm.torch_backend import SingleGroup, TorchBackend
+from bmt_core.config import Launch
+from bmt_core.start import StartTogether
+from bmt_kernels.nccl.errors import NcclError
+from bmt_kernels.nccl.group import NcclGroup
+from bmt_kernels.nccl.herald import Herald
+from bmt_kernels.nccl.library import make_engine
+
+if TYPE_CHECKING:
+    from bmt_kernels._nccl import Library
+
+logger = logging.getLogger("bmt_kernels")
+# Seconds that the device has at the end to finish what was started. Others may never take part in it.
+_PATIENCE_AT_THE_END = 60.0
+_PATIENCE_WITH_STORE = 5.0
+
+
+class NcclBackend(CommBackend):
+    """One communicator of NCCL for each group, on the caller's current stream; gloo for tensors on the CPU.
+
+    A collective that fails, or does not finish within the run's timeout, ends the communication of all ranks with a
+    :class:`NcclError` that names it. Raises :class:`ConfigError` on every rank when one has no GPU or no usable NCCL.
+    """
+
+    name = "nccl-native"
+
+    def __init__(self, context: CommContext) -> None:
+        super().__init__(context)
+        launch = Launch(rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
+        # Left together before anything waits for other ranks: one that has no NCCL would never come.
+        with StartTogether(self.name, context.store, launch, context.timeout):
+            self._library, self._engine = make_engine(context.device, context.timeout)
+        self._herald = None if context.store is None else Herald(self._engine, context.store, context.rank)
+        # Twins share it: on the host, collectives need no communicator of their own to run side by side.
+        self._host_groups: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._number_of_groups = 0
+        try:
+            self._host = TorchBackend(replace(context, device=torch.device("cpu")))
+        except BaseException:
+            self._engine.close(0.0)
+            raise
+        if self._herald is not None:
+            self._herald.start()
+
+    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
+        """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join within the timeout."""
+        key = tuple(partition)
+        if key not in self._host_groups:
+            self._host_groups[key] = self._host.new_group(partition)
+        self._number_of_groups += 1
+        rank = self.context.rank
+        own = next(ranks for ranks in partition if rank in ranks)
+        if len(own) == 1:
+            return SingleGroup(rank)
+        assert self.context.store is not None
+        store_key = f"{self.name}/{self._number_of_groups}/{own[0]}"
+        try:
+            unique_id = shared_unique_id(
+                self._library, self.context.store, store_key, own, own.index(rank), self.context.timeout
+            )
+        except NcclError as error:
+            self._engine.fail(str(error))  # for the other ranks too
+            self._engine.check()
+            raise
+        with torch.cuda.device(self.context.device):
+            communicator = self._engine.communicator(unique_id, list(own), own.index(rank))
+        return NcclGroup(own, own.index(rank), communicator, self._host_groups[key], self.context.device)
+
+    def close(self) -> None:
+        """Give everything back, also after a failure. Work that other ranks do not take part in is aborted after a minute."""
+        try:
+            has_failed = self._engine.wait_for_failure(0.0) is not None
+            if not self._engine.close(min(self.context.timeout, _PATIENCE_AT_THE_END)) and not has_failed:
+                logger.warning(
+                    "bmt: rank %d leaves, and collectives that it started have not finished.", self.context.rank
+                )
+            if self._herald is not None and self._herald.is_alive():
+                self._herald.join(_PATIENCE_WITH_STORE)
+        finally:
+            self._host.close()
+
+
+def shared_unique_id(
+    library: Library, store: Store, key: str, ranks: tuple[int, ...], rank: int, timeout: float
+) -> bytes:
+    """Return the id of a new communicator, made by the first of ``ranks`` and read by the others under ``key``."""
+    if rank == 0:
+        unique_id = library.unique_id()
+        store.set(key, unique_id.hex())
+        return unique_id
+    try:
+        store.wait([key], timedelta(seconds=timeout))
+    except DistError as error:
+        raise NcclError(
+            f"Rank {ranks[rank]} waited {timeout:g} s for rank {ranks[0]} to make the group of ranks {ranks}."
+            f" Look at the output of rank {ranks[0]}."
+        ) from error
+    return bytes.fromhex(store.get(key).decode())

@@ -1,0 +1,109 @@
+// A libnccl.so.2 of one process in which every member of a group does what this one does, on the host's memory. It has the
+// interface of the real one, and lets tests choose what goes wrong.
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef struct { char bytes[128]; } Id;
+typedef struct {
+    size_t size;
+    unsigned magic, version;
+    int blocking, cga_cluster_size, min_ctas, max_ctas;
+    const char* net_name;
+    int split_share;
+} Config;
+typedef struct { int size, rank; } Comm;
+
+// How often ncclCommGetAsyncError still says "in progress" (negative: for ever), what it says then, and what calls return.
+int fake_in_progress = 0, fake_async_error = 0, fake_result = 0;
+int fake_microseconds = 0;  // that a reduction takes on the host
+int fake_finalized = 0, fake_destroyed = 0, fake_aborted = 0, fake_depth = 0, fake_ungrouped = 0;
+
+static int started(void) {
+    if (fake_result == 0 && fake_in_progress != 0) return 7;
+    return fake_result;
+}
+
+#ifndef FAKE_VERSION
+#define FAKE_VERSION 22809
+#endif
+int ncclGetVersion(int* version) { *version = FAKE_VERSION; return 0; }
+#ifndef FAKE_WITHOUT_UNIQUE_ID
+int ncclGetUniqueId(Id* id) {
+    static int made = 0;
+    const int seed = getpid() * 31 + made++;
+    for (int i = 0; i < 128; ++i) id->bytes[i] = (char)(i ^ seed);
+    return 0;
+}
+#endif
+int ncclCommInitRankConfig(Comm** comm, int size, Id id, int rank, Config* config) {
+    for (int i = 1; i < 128; ++i)
+        if ((char)(id.bytes[i] ^ id.bytes[0]) != (char)i) return 4;
+    if (config->size != sizeof(Config) || config->magic != 0xcafebeef || config->blocking != 0) return 4;
+    *comm = malloc(sizeof(Comm));
+    **comm = (Comm){size, rank};
+    return started();
+}
+int ncclCommFinalize(Comm* comm) { (void)comm; ++fake_finalized; return started(); }
+int ncclCommDestroy(Comm* comm) { free(comm); ++fake_destroyed; return 0; }
+int ncclCommAbort(Comm* comm) { free(comm); ++fake_aborted; return 0; }
+int ncclCommGetAsyncError(Comm* comm, int* error) {
+    (void)comm;
+    *error = fake_in_progress != 0 ? 7 : fake_async_error;
+    if (fake_in_progress > 0) --fake_in_progress;
+    return 0;
+}
+const char* ncclGetErrorString(int result) { return result == 6 ? "remote process exited" : "some error"; }
+const char* ncclGetLastError(Comm* comm) { (void)comm; return "cable unplugged"; }
+int ncclGroupStart(void) { ++fake_depth; return 0; }
+int ncclGroupEnd(void) { --fake_depth; return started(); }
+
+static const size_t size_of[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
+
+int ncclAllGather(const void* input, void* output, size_t count, int type, Comm* comm, void* stream) {
+    (void)stream;
+    const size_t bytes = count * size_of[type];
+    for (int i = 0; i < comm->size; ++i) memmove((char*)output + i * bytes, input, bytes);
+    return started();
+}
+static void reduce(const float* input, float* output, size_t count, int op, Comm* comm) {
+    usleep(fake_microseconds);
+    for (size_t i = 0; i < count; ++i) {
+        const float x = input[i];
+        float product = 1;
+        for (int k = 0; k < comm->size; ++k) product *= x;
+        output[i] = op == 0 ? comm->size * x : op == 1 ? product : x;
+    }
+}
+int ncclReduceScatter(const void* input, void* output, size_t count, int type, int op, Comm* comm, void* stream) {
+    (void)stream;
+    if (type != 7) return 4;
+    reduce((const float*)input + comm->rank * count, output, count, op, comm);
+    return started();
+}
+int ncclAllReduce(const void* input, void* output, size_t count, int type, int op, Comm* comm, void* stream) {
+    (void)stream;
+    if (type != 7) return 4;
+    reduce(input, output, count, op, comm);
+    return started();
+}
+int ncclBroadcast(const void* input, void* output, size_t count, int type, int root, Comm* comm, void* stream) {
+    (void)stream; (void)type;
+    if (root >= comm->size) return 4;
+    memmove(output, input, count);
+    return started();
+}
+int ncclSend(const void* input, size_t count, int type, int peer, Comm* comm, void* stream) {
+    (void)input; (void)count; (void)type; (void)stream;
+    fake_ungrouped += fake_depth == 0;
+    return peer < comm->size ? fake_result : 4;
+}
+// What arrives says whom it is from.
+int ncclRecv(void* output, size_t count, int type, int peer, Comm* comm, void* stream) {
+    (void)type; (void)stream;
+    fake_ungrouped += fake_depth == 0;
+    memset(output, peer, count);
+    return peer < comm->size ? fake_result : 4;
+}
