@@ -113,11 +113,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         if given_scale is not None:
             divisor = given_scale * scale
         self.wait()
-        plan = self._plan.of(self.param_groups, self.state, self._state_of, _has_master)
-        for device in {u.device for lot in plan for u in lot.updates if u.group["overlap_forward"]}:
-            self._beside.begin(device)
-        for lot in plan:
-            self._update(lot, divisor, skip)
+        plan = self._updates()
+        self._run(plan, divisor, skip)
         if skip is not None:
             states = [state for lot in plan for update in lot.updates for state in update.states]
             self._unsure = _Unsure(HostFlag(skip), states)
@@ -196,6 +193,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._beside = Beside()
         self._plan = UpdatePlan()
 
+    def _updates(self) -> list[OwnerUpdates]:
+        return self._plan.of(self.param_groups, self.state, self._state_of, _has_master)
+
     def _state_of(self, p: torch.nn.Parameter) -> State:
         state: State = self.state[p]
         if not state:
@@ -216,6 +216,12 @@ class AdamOptimizer(torch.optim.Optimizer):
         if p.dtype != torch.bfloat16:
             return False
         return kernels_on(p.device).has_compact_adam if self.compact_master is None else self.compact_master
+
+    def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        for device in {u.device for lot in plan for u in lot.updates if u.group["overlap_forward"]}:
+            self._beside.begin(device)
+        for lot in plan:
+            self._update(lot, divisor, skip)
 
     def _update(self, lot: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         owner = lot.owner
@@ -244,7 +250,7 @@ class _Unsure:
 
 def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:
     """Take one step of what belongs together, and return the gradients, which the device reads later."""
-    group, states, step = update.group, update.states, update.advance()
+    states, step = update.states, update.advance()
     grads = [p.grad for p in update.params if p.grad is not None]
     kernels_on(update.device).adam_step(
         update.params,
@@ -252,18 +258,26 @@ def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | 
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [state.get(REMAINDER, state.get(MASTER)) for state in states],
-        step=step,
-        lr=group["lr"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=update.decoupled,
-        hold=step <= group["hold_steps"],
+        **settings_of(update, step),
         scale=divisor,
         skip=skip,
     )
     return grads
+
+
+def settings_of(update: Update, step: int) -> dict[str, Any]:
+    """Return what ``adam_step`` is told about step number ``step`` of ``update``."""
+    group = update.group
+    return {
+        "step": step,
+        "lr": group["lr"],
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "decoupled": update.decoupled,
+        "hold": step <= group["hold_steps"],
+    }
 
 
 def _has_master(state: State) -> bool:

@@ -1,0 +1,52 @@
+"""``HostMemory``: memory of the host that the device copies from and to by itself.
+
+Page-locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
+states of a large model is up to twice the memory. It is cleared by the threads that will work on it, which on machines with
+several memory controllers decides where it lies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from bmt_optim import host_worker
+
+PAGE = 4096
+ALIGNMENT = 64
+
+
+class HostMemory:
+    """Zeros: one flat tensor for each of ``pieces`` (numbers of elements and dtypes), page-locked for a CUDA ``device``."""
+
+    def __init__(self, pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
+        sizes = [-(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in pieces]
+        total = -(-max(sum(sizes), 1) // PAGE) * PAGE
+        memory = torch.empty(total + PAGE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE
+        whole = memory[start : start + total]  # pages that it shares with nobody
+        host_worker.submit(whole.zero_).result()
+        if device.type == "cuda":
+            _lock(whole, device)
+            weakref.finalize(self, _unlock, whole, device).atexit = False
+        parts = torch.split(whole, [*sizes, total - sum(sizes)])
+        self.tensors = [
+            part[: numel * dtype.itemsize].view(dtype) for part, (numel, dtype) in zip(parts[:-1], pieces, strict=True)
+        ]
+
+
+def _lock(memory: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(error):
+        raise RuntimeError(
+            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be page-locked for {device} ({error})."
+            " Free memory on the host, raise its limit (ulimit -l), or use fewer ranks per host."
+        )
+
+
+def _unlock(memory: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a copy may be under way
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
