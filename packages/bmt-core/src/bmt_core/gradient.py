@@ -21,7 +21,6 @@ import torch
 
 from bmt_core.lanes import Mark
 
-
 GradientWatcher = Callable[[torch.Tensor, Mark], None]
 """Is told the flat tensor that the ``.grad`` of a shard will be views of, and when its values will be there."""
 

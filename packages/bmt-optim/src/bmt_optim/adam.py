@@ -11,6 +11,7 @@ import torch
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_optim.beside import Beside
+from bmt_optim.logical_state import load_logical_state, logical_state
 from bmt_optim.run import kernels_on
 from bmt_optim.updates import OwnerUpdates, State, Update, UpdatePlan
 
@@ -134,17 +135,27 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Wait for the device to have decided whether it skipped the last step, and count ``"step"`` accordingly."""
         self._unsure.settle()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does; masters, or their remainders, are part of it."""
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """Return the state as torch does; masters, or their remainders, are part of it.
+
+        ``gather``: ``{"parameters": ..., "groups": ...}`` with whole tensors by parameter (see :mod:`bmt_optim.logical_state`),
+        which are collected on rank 0, one by one, and are empty on the others. Collective then.
+        """
         self.settle()
         self.wait()
-        return super().state_dict()
+        return logical_state([self], None) if gather else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
 
+        A gathered state fits any number of ranks; rank 0 alone needs its contents. Collective then.
+
         Raises :class:`CheckpointError`, and changes nothing, when a shape differs: the state is that of another world size.
         """
+        if "parameters" in state_dict:
+            self.settle()
+            load_logical_state([self], state_dict, None)
+            return
         saved = state_dict["state"]
         places = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -158,8 +169,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                         " It was saved at another world size. Save with gather_opt=True to load at any."
                     )
         self.wait()
-        super().load_state_dict(state_dict)
-        # torch casts floating-point state to the parameter's dtype, which would round moments and masters of half parameters.
+        # Without the states: torch would cast them to the parameters' dtype, which rounds moments and masters of half
+        # parameters, and move them to the parameters' device.
+        super().load_state_dict({**state_dict, "state": {}})
         for p, index in zip(places, indices, strict=True):
             if index in saved:
                 self.load_portable_state(p, saved[index])

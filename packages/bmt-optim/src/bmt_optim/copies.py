@@ -10,15 +10,14 @@ from typing import Protocol
 
 import torch
 
+from bmt_core.lanes import Mark
+
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """(source, target) pairs of equal shapes."""
 
 
-class Done(Protocol):
+class Done(Mark, Protocol):
     """When copies are done."""
-
-    def wait(self) -> None:
-        """Order what the current stream does next after them."""
 
     def synchronize(self) -> None:
         """Return when they are done."""
@@ -30,7 +29,7 @@ class Copies(Protocol):
     def begin(self) -> None:
         """Order the copies that follow, in both directions, after the computation so far."""
 
-    def out(self, pairs: Pairs, after: Done | None = None) -> Done:
+    def out(self, pairs: Pairs, after: Mark | None = None) -> Done:
         """Copy to the host, after what was copied before and, if given, ``after``, a mark on the device."""
 
     def back(self, pairs: Pairs) -> Done:
@@ -43,7 +42,7 @@ class HostCopies:
     def begin(self) -> None:
         """See :meth:`Copies.begin`."""
 
-    def out(self, pairs: Pairs, after: Done | None = None) -> Done:
+    def out(self, pairs: Pairs, after: Mark | None = None) -> Done:
         """See :meth:`Copies.out`."""
         if after is not None:
             after.wait()
@@ -70,7 +69,7 @@ class CudaCopies:
         self._out.wait_event(here)
         self._back.wait_event(here)
 
-    def out(self, pairs: Pairs, after: Done | None = None) -> Done:
+    def out(self, pairs: Pairs, after: Mark | None = None) -> Done:
         """See :meth:`Copies.out`."""
         with torch.cuda.stream(self._out):
             if after is not None:
@@ -99,6 +98,6 @@ class _Now:
 def _copied(pairs: Pairs, stream: torch.cuda.Stream) -> Done:
     for source, target in pairs:
         target.copy_(source, non_blocking=True)
-    event: Done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call, assignment]
+    event: Done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)  # type: ignore[attr-defined]
     return event

@@ -62,7 +62,8 @@ def _copy_of(p: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor | Non
 def _delta(weight: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, s: Mapping[str, Any]) -> torch.Tensor:
     step = s["step"]
     denominator = (square / (1 - s["beta2"] ** step)).sqrt_().add_(s["eps"])
-    return (mean / (1 - s["beta1"] ** step)).div_(denominator).add_(weight, alpha=s["weight_decay"])
+    delta: torch.Tensor = (mean / (1 - s["beta1"] ** step)).div_(denominator)
+    return delta.add_(weight, alpha=s["weight_decay"])
 
 
 def _replicas(p: torch.nn.Parameter) -> int:

@@ -1,8 +1,8 @@
 """``Departures``: gradients on their way to the host while the backward pass goes on.
 
-As soon as the reduction of a block's gradients was started, its copy is queued behind it. Whether the copy may be used shows at the
-step: the gradients must be the memory that was copied, in the version that was copied. ``OptimManager`` says what it multiplies gradients
-by (:meth:`Departures.scaling`), so that clipping needs no second copy. Any other change does; a shard to which that
+As soon as the reduction of a block's gradients was started, its copy is queued behind it. Whether the copy may be used shows at
+the step: the gradients must be the memory that was copied, in the version that was copied. ``OptimManager`` says by what it
+multiplies gradients (:meth:`Departures.scaling`), so clipping needs no second copy. Any other change does; a shard to which that
 happened stays with copies at the step.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bmt_core.lanes import Mark
 from bmt_optim.copies import Copies, Done
 from bmt_optim.host_schedule import HostSchedule
 from bmt_optim.host_update import Arrival
@@ -41,7 +42,7 @@ class Departures:
         self._left: dict[HostSchedule, _Departure] = {}
         self._stays: set[HostSchedule] = set()
 
-    def leave(self, schedule: HostSchedule, flat: torch.Tensor, mark: Done, copies: Copies) -> None:
+    def leave(self, schedule: HostSchedule, flat: torch.Tensor, mark: Mark, copies: Copies) -> None:
         """Start copying gradients that are, after ``mark``, in ``flat``, laid out like the parameters' storage."""
         shard = schedule.shard
         if schedule in self._stays or flat.dtype != shard.dtype or flat.numel() < shard.begin + shard.length:

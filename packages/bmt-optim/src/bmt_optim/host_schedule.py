@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bmt_core.lanes import Mark
 from bmt_optim.copies import Copies, Done
-from bmt_optim.host_shard import HostShard, flat_gradient
+from bmt_optim.host_shard import HostShard, flat_gradient, shaped_like
 from bmt_optim.updates import Update
 
 CHUNK = 1 << 24
-"""Elements per chunk: 32 MiB of bfloat16 are copied in 0.6 ms and stepped in a few; an event each, and the first one's copy exposed."""
+"""Elements per chunk: 32 MiB of bfloat16, copied in 0.6 ms and stepped in a few. Only the copy of the first one is exposed."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -67,9 +68,9 @@ class HostSchedule:
             return self._leave_flat(grads[0], base, copies)
         return [copies.out(self._pairs_of(chunk)) for chunk in self.chunks]
 
-    def leave_early(self, flat: torch.Tensor, mark: Done, copies: Copies) -> list[Done]:
+    def leave_early(self, flat: torch.Tensor, mark: Mark, copies: Copies) -> list[Done]:
         """Start copying ``flat``, laid out like the storage of the parameters, after ``mark``; return when each chunk is there."""
-        base = flat.storage_offset() + self.shard.begin
+        base = int(flat.storage_offset()) + self.shard.begin
         return self._leave_flat(flat, base, copies, mark)
 
     def lies_in(self, flat: torch.Tensor) -> bool:
@@ -79,7 +80,7 @@ class HostSchedule:
             return False
         storages = {grad.untyped_storage()._cdata for grad in grads if grad is not None}
         return storages <= {flat.untyped_storage()._cdata} and self._base_of(grads) in (
-            None if not self.params else flat.storage_offset() + self.shard.begin,
+            None if not self.params else int(flat.storage_offset()) + self.shard.begin,
         )
 
     def way_back(self, held: Sequence[Update]) -> list[Pair]:
@@ -89,14 +90,14 @@ class HostSchedule:
         moving = [p for p in self.params if p not in stays] if stays else self.params
         if not self._is_flat:
             target = self.shard.target
-            return [(weight.as_strided(*place), target.as_strided(*place)) for place in map(self._place, moving)]
+            return [(self._shaped(p, weight), self._shaped(p, target)) for p in moving]
         runs = self._runs_of(moving) if stays else self._runs
         return [(weight[begin:end], self.shard.target[begin:end]) for begin, end in runs]
 
-    def _place(self, p: torch.nn.Parameter) -> tuple[torch.Size, tuple[int, ...], int]:
-        return p.shape, p.stride(), self._starts[p]
+    def _shaped(self, p: torch.nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
+        return shaped_like(p, flat, self._starts[p])
 
-    def _leave_flat(self, source: torch.Tensor, base: int, copies: Copies, after: Done | None = None) -> list[Done]:
+    def _leave_flat(self, source: torch.Tensor, base: int, copies: Copies, after: Mark | None = None) -> list[Done]:
         whole = flat_gradient(source, base, self.shard.length)
         target = self.shard.flat["gradient"]
         return [copies.out([(whole[c.begin : c.end], target[c.begin : c.end])], after) for c in self.chunks]
@@ -109,7 +110,7 @@ class HostSchedule:
             return None
         if [grad.stride() for grad in given] != [p.stride() for p in self.params]:
             return None
-        offsets = [grad.storage_offset() for grad in given]
+        offsets = [int(grad.storage_offset()) for grad in given]
         bases = {offset - self._starts[p] for offset, p in zip(offsets, self.params, strict=True)}
         if len(bases) != 1:
             return None
@@ -125,7 +126,7 @@ class HostSchedule:
             assert grad is not None
             if self._is_flat and grad.stride() == p.stride():
                 place = self._starts[p]
-                source = flat_gradient(grad, grad.storage_offset() + first, last - first)
+                source = flat_gradient(grad, int(grad.storage_offset()) + first, last - first)
                 pairs.append((source, target[place + first : place + last]))
             elif first == 0:  # in another layout: all at once, with its first piece
                 pairs.append((grad.detach(), self.shard.gradient_of(p)))
@@ -163,7 +164,7 @@ class HostSchedule:
 
     def _add_row(self, rows: Rows, p: torch.nn.Parameter, begin: int, end: int) -> None:
         def piece(flat: torch.Tensor) -> torch.Tensor:
-            return flat[begin:end] if self._is_flat else flat.as_strided(*self._place(p))
+            return flat[begin:end] if self._is_flat else self._shaped(p, flat)
 
         flat, master = self.shard.flat, self.shard.master
         rows.params.append(piece(flat["weight"]))

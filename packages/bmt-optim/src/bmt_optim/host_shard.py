@@ -1,11 +1,11 @@
 """``HostShard``: what the host keeps of parameters that lie together on the device.
 
 Flat tensors, laid out like the parameters: gradients as they arrive, the weights (what goes back to the device), both moments,
-and for half types the float32 master, or its remainder. 16 bytes per bfloat16 parameter, 14 with remainders, and on the device none.
+and for half types the float32 master, or its remainder: 16 bytes per bfloat16 parameter, 14 with remainders; on the device none.
 
-[Note: which weights count] The host steps its own copy of the weights. Where that is all there is (float32 parameters, compact masters)
-a write to the parameter counts, as it does for ``AdamOptimizer``: its version tells, and the copy is read again. A whole master
-overwrites what was written, in both.
+[Note: which weights count] The host steps its own copy of the weights. Where that is all there is (float32 parameters, compact
+masters) a write to the parameter counts, as it does for ``AdamOptimizer``: its version tells, and the copy is read again. A whole
+master overwrites what was written, in both.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class HostShard:
     """The host's side of ``params``: slices of one storage of the device, or a single parameter of any strides."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], *, is_compact: bool) -> None:
-        self.params = sorted(params, key=lambda p: (p.storage_offset(), p.numel()))
+        self.params = sorted(params, key=lambda p: (int(p.storage_offset()), p.numel()))
         first = self.params[0]
         self.device, self.dtype = first.device, first.dtype
-        self.begin = first.storage_offset()
-        self.starts = [p.storage_offset() - self.begin for p in self.params]
+        self.begin = int(first.storage_offset())
+        self.starts = [int(p.storage_offset()) - self.begin for p in self.params]
         self.length = max(start + _span(p) for start, p in zip(self.starts, self.params, strict=True))
         wide = torch.promote_types(self.dtype, torch.float32)
         kinds = {"gradient": self.dtype, "weight": self.dtype, "exp_avg": wide, "exp_avg_sq": wide}
@@ -57,7 +57,7 @@ class HostShard:
 
     @property
     def target(self) -> torch.Tensor:
-        """The parameters' memory on the device, flat, with a version counter of its own: a late write is not taken for another one."""
+        """The parameters' memory on the device, flat, with a version counter of its own: who writes late changes no version."""
         if self._target is None:
             self._target = _flat_of(self.params[0], self.begin, self.length)
         return self._target
@@ -67,7 +67,7 @@ class HostShard:
         return self._addresses == self._addresses_now()
 
     def refresh(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Read the weights of ``params`` from the device if somebody wrote a parameter and that counts. Waits for the device then."""
+        """Read the weights of ``params`` from the device if somebody wrote a parameter and that counts; wait for them then."""
         if self.follows_writes and self._versions != self._versions_now():
             self.read_weights(params)
 
@@ -112,7 +112,7 @@ class HostShard:
         return self._views[p]["gradient"]
 
     def _views_of(self, p: torch.nn.Parameter, start: int) -> dict[str, torch.Tensor]:
-        return {key: flat.as_strided(p.shape, p.stride(), start) for key, flat in self.flat.items()}
+        return {key: shaped_like(p, flat, start) for key, flat in self.flat.items()}
 
     def _addresses_now(self) -> list[Any]:
         return [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.params]
@@ -180,12 +180,17 @@ def _span(p: torch.Tensor) -> int:
 
 def _flat_of(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), begin, (length,), (1,))  # type: ignore[call-overload, no-any-return]
+    return empty.set_(tensor.untyped_storage(), begin, (length,), (1,))
 
 
 def flat_gradient(gradient: torch.Tensor, begin: int, length: int) -> torch.Tensor:
     """Return ``length`` elements from ``begin`` of the storage of ``gradient``, as a flat tensor."""
     return _flat_of(gradient.detach(), begin, length)
+
+
+def shaped_like(p: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the view of ``flat`` that has the shape and the strides of ``p`` and begins at element ``start``."""
+    return flat.as_strided(p.shape, p.stride(), int(flat.storage_offset()) + start)
 
 
 def _given_master(state: State, weight: torch.Tensor) -> torch.Tensor | None:

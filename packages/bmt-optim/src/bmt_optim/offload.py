@@ -28,11 +28,11 @@ from bmt_optim.updates import OwnerUpdates, State, UpdatePlan
 class AdamOffloadOptimizer(AdamOptimizer):
     """:class:`AdamOptimizer`, arguments and numbers, with masters and moments in page-locked host memory (CUDA).
 
-    The device keeps parameters and gradients alone. Gradients of Blocks are copied to the host while the backward pass goes on, as soon
-    as they are reduced, and all others at the step, in chunks; a thread of the host steps each chunk while the next one arrives
-    (with the compiled kernels of ``bmt-kernels`` if they are installed, on the cores that are this rank's share,
-    ``BMT_OFFLOAD_THREADS`` to set their number); the updated parameters of a Block return when all of it is stepped. The device waits
-    for nothing but them. With ``overlap_forward``, :meth:`step` does not wait either: the next forward pass begins while later
+    The device keeps parameters and gradients alone. Gradients of Blocks are copied to the host while the backward pass goes on, as
+    soon as they are reduced, and all others at the step, in chunks; a thread of the host steps one chunk while the next arrives
+    (with the compiled kernels of ``bmt-kernels`` if they are installed, on the cores that are this rank's share; set the number of
+    threads by ``BMT_OFFLOAD_THREADS``); the updated parameters of a Block return when all of it is stepped. The device waits for
+    nothing but them. With ``overlap_forward``, :meth:`step` does not wait either: the next forward pass begins while later
     Blocks are stepped, and what :class:`AdamOptimizer` says about reading parameters by hand holds.
 
     On the CPU, where there is nowhere to go, it is :class:`AdamOptimizer`, in every bit, with no threads and no copies.
@@ -54,6 +54,15 @@ class AdamOffloadOptimizer(AdamOptimizer):
     name: ClassVar[str] = "adam_offload"
 
     chunk: ClassVar[int] = CHUNK
+
+    _shards: HostShards
+    _schedules: list[tuple[OwnerUpdates, list[HostSchedule]]]
+    _scheduled: object
+    _departures: Departures
+    _under_way: list[HostUpdate]
+    _copies: dict[torch.device, Copies]
+    _deltas: Deltas | None
+    _chosen: Kernels | None
 
     def __init__(
         self,
@@ -147,19 +156,21 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._shards = HostShards()
-        self._schedules: list[tuple[OwnerUpdates, list[HostSchedule]]] = []
-        self._scheduled: object = None
+        self._schedules, self._scheduled = [], None
         self._departures = Departures()
-        self._under_way: list[HostUpdate] = []
-        self._copies: dict[torch.device, Copies] = {}
-        self._deltas: Deltas | None = None
+        self._under_way = []
+        self._copies = {}
+        self._deltas = None
+        self._chosen = None
 
     def _offloads(self, device: torch.device) -> bool:
         """Whether parameters on ``device`` have their states elsewhere."""
         return device.type != "cpu"
 
     def _kernels(self) -> Kernels:
-        return kernels_of_host()
+        if self._chosen is None:
+            self._chosen = kernels_of_host()
+        return self._chosen
 
     def _is_compact(self, p: torch.nn.Parameter) -> bool:
         if not self._offloads(p.device) or p.dtype != torch.bfloat16:

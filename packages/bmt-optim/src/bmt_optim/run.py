@@ -25,7 +25,7 @@ def kernels_on(device: torch.device) -> Kernels:
 
 
 def kernels_of_host() -> Kernels:
-    """Return kernels for work on the host, whatever the run's device: compiled ones if there are any and ``BMT_KERNELS`` lets us."""
+    """Return kernels for work on the host, whatever the run's device: compiled ones if there are any and ``BMT_KERNELS`` agrees."""
     host = torch.device("cpu")
     if not is_initialized():
         return REFERENCE
@@ -33,10 +33,10 @@ def kernels_of_host() -> Kernels:
     if run.device.type == "cpu":
         return run.kernels.on(host)
     # The variable names kernels for the run's device; only plain torch is for both.
-    name = os.environ.get(VARIABLE)
     providers = run.registry.kernel_providers
-    is_ours = name == REFERENCE_NAME or (name in providers and providers[name].device_type == "cpu")
-    return choose_kernels(providers, host, name if is_ours else "")
+    name = os.environ.get(VARIABLE, "")
+    is_for_both = name == REFERENCE_NAME
+    return choose_kernels(providers, host, name if is_for_both else "")
 
 
 def kernels_for(tensors: Iterable[torch.Tensor], device: torch.device) -> Kernels:
