@@ -1,4 +1,4 @@
-"""``AdamOffloadOptimizer`` under the sharding engine: what it trains is what ``AdamOptimizer`` trains, at every level, on any ranks.
+"""``AdamOffloadOptimizer`` under the sharding engine trains what ``AdamOptimizer`` trains, at every level, on any ranks.
 
 On the CPU there is nowhere to go, so the host takes the part of the device here: states, chunks, the worker's thread, early
 departures and marks are those of a GPU, and copies are done at once.
@@ -273,7 +273,9 @@ def failures(overlap_forward: bool) -> Iterator[Any]:
     optimizer.wait()
     before = [p.detach().clone() for p in training.model.parameters()]
     state = {key: dict(value) for key, value in optimizer.state_dict()["state"].items()}
-    copies = {key: {k: v.clone() if torch.is_tensor(v) else v for k, v in value.items()} for key, value in state.items()}
+    copies = {
+        key: {k: v.clone() if torch.is_tensor(v) else v for k, v in value.items()} for key, value in state.items()
+    }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.last_call = optimizer.calls + 7
     messages = []
@@ -352,7 +354,9 @@ def test_a_gathered_state_resumes_with_either_optimizer_at_any_world_size(
             assert torch.equal(found, value) if torch.is_tensor(value) else found == value
     for world_size in (1, 4):
         straight = run_ranks(resumed, world_size, AdamOptimizer, dtype, expected, compact_master)
-        for values, others in zip(run_ranks(resumed, world_size, after, dtype, saved, compact_master), straight, strict=True):
+        for values, others in zip(
+            run_ranks(resumed, world_size, after, dtype, saved, compact_master), straight, strict=True
+        ):
             assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
 
 

@@ -43,7 +43,7 @@ class HostShard:
         self._views = {p: self._views_of(p, start) for p, start in zip(self.params, self.starts, strict=True)}
         self._target: torch.Tensor | None = None
         self._addresses = self._addresses_now()
-        self._versions: list[int] | None = None
+        self._versions: dict[torch.nn.Parameter, int] = {}  # those whose values the host has
 
     @property
     def master(self) -> torch.Tensor | None:
@@ -67,27 +67,31 @@ class HostShard:
         return self._addresses == self._addresses_now()
 
     def refresh(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Read the weights of ``params`` from the device if somebody wrote a parameter and that counts; wait for them then."""
-        if self.follows_writes and self._versions != self._versions_now():
-            self.read_weights(params)
+        """Read those of ``params`` that somebody wrote, if that counts, from the device; wait for them then."""
+        if not self.follows_writes:
+            return
+        known = [self._versions.get(p) for p in params]
+        found = [p._version for p in params]
+        if known != found:
+            for p, old, new in zip(params, known, found, strict=True):
+                if old != new:
+                    self._read_weight(p)
+            self.note_versions(params)
 
-    def read_weights(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Read the weights of ``params`` from the device, and wait until they are there."""
-        for p in params:
-            self._views[p]["weight"].copy_(p.detach())
-
-    def note_versions(self) -> None:
-        """Take the parameters as they are, or will be by what was started, for what the host has."""
-        self._versions = self._versions_now()
+    def note_versions(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Take ``params`` as they are, or will be by what was started, for what the host has."""
+        self._versions.update(zip(params, [p._version for p in params], strict=True))
 
     def adopt(self, p: torch.nn.Parameter, state: State) -> None:
         """Move ``state`` of ``p``, new or loaded or of an earlier shard, into this memory; make its tensors views of it."""
         views = self._views[p]
         if all(state.get(key) is view for key, view in views.items() if key not in ("gradient", "weight")):
             return
-        self.read_weights([p])
+        self._read_weight(p)
         for key in ("exp_avg", "exp_avg_sq"):
-            if key in state:
+            if key not in state:
+                views[key].zero_()
+            elif state[key] is not views[key]:
                 views[key].copy_(state[key])
         master = _given_master(state, views["weight"])
         if MASTER in views:
@@ -102,10 +106,17 @@ class HostShard:
             state.pop(key, None)
         state.setdefault("step", 0)
         state.update({key: view for key, view in views.items() if key not in ("gradient", "weight")})
+        # The master that was given says what the weight is, whatever the parameter is now: the step will write it.
+        self.note_versions([p])
 
-    def whole_master(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the float32 master of ``p``, whose remainder is kept here."""
-        return read_master(self._views[p]["weight"], self._views[p][REMAINDER])
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in this memory."""
+        return bool(tensor.untyped_storage()._cdata == self.flat["weight"].untyped_storage()._cdata)
+
+    def weight_of(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """Return the host's copy of ``p``, read again if somebody wrote ``p`` and that counts."""
+        self.refresh([p])
+        return self._views[p]["weight"]
 
     def gradient_of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return where the gradient of ``p`` arrives, in the shape and strides of ``p``."""
@@ -117,8 +128,8 @@ class HostShard:
     def _addresses_now(self) -> list[Any]:
         return [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.params]
 
-    def _versions_now(self) -> list[int]:
-        return [p._version for p in self.params]
+    def _read_weight(self, p: torch.nn.Parameter) -> None:
+        self._views[p]["weight"].copy_(p.detach())
 
 
 class HostShards:

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from bmt_core.lanes import Mark
-from bmt_core.ops import Kernels
+from bmt_core.ops import Kernels, read_master
 from bmt_core.parameter import Owner
 from bmt_optim import host_worker
-from bmt_optim.adam import REMAINDER, AdamOptimizer, settings_of
+from bmt_optim.adam import MASTER, REMAINDER, AdamOptimizer, settings_of
 from bmt_optim.copies import Copies, copies_of
 from bmt_optim.deltas import Deltas
 from bmt_optim.departures import Departures
@@ -125,28 +125,26 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def portable_state(self, p: torch.nn.Parameter) -> State:
         """See :meth:`AdamOptimizer.portable_state`; tensors of offloaded parameters are the host's own."""
-        shard = self._shards.find(p)
-        if shard is None or REMAINDER not in self.state.get(p, {}):
+        if not self._offloads(p.device):
             return super().portable_state(p)
         self.wait()
-        state = dict(self.state[p])
-        del state[REMAINDER]
-        return {**state, "_param_fp32": shard.whole_master(p)}
+        state = dict(self.state.get(p, {}))
+        if REMAINDER in state:
+            remainder, shard = state.pop(REMAINDER), self._shards.find(p)
+            is_ours = shard is not None and shard.holds(remainder)
+            weight = shard.weight_of(p) if shard is not None and is_ours else p.detach().to("cpu", torch.bfloat16)
+            state[MASTER] = read_master(weight, remainder)
+        return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_portable_state`; offloaded states stay on the host."""
+        """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step."""
         if not self._offloads(p.device):
             super().load_portable_state(p, state)
             return
         self.wait()
         self.state.pop(p, None)
-        if not state:
-            return
-        loaded = {key: _on_host(value) for key, value in state.items()}
-        self.state[p] = loaded
-        shard = self._shards.find(p)
-        if shard is not None and shard.is_still_there():
-            shard.adopt(p, loaded)
+        if state:
+            self.state[p] = {key: _on_host(value) for key, value in state.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
@@ -241,7 +239,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             if update not in held:  # what is written later has no version counter of its own
                 torch.autograd.graph.increment_version(update.params)
         for schedule in schedules:
-            schedule.shard.note_versions()
+            schedule.shard.note_versions(schedule.params)
         return HostUpdate(arrivals, settings, [pair for schedule in schedules for pair in schedule.way_back(held)])
 
     def _tell(self, part: OwnerUpdates, schedules: Sequence[HostSchedule], update: HostUpdate) -> None:
@@ -261,7 +259,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if deltas is None or (skip is not None and bool(skip)):
             super()._update(lot, divisor, skip)
             return
-        masters = [[state.get(REMAINDER, state.get("_param_fp32")) for state in u.states] for u in lot.updates]
+        masters = [[state.get(REMAINDER, state.get(MASTER)) for state in u.states] for u in lot.updates]
         before = [deltas.before(u.params, column) for u, column in zip(lot.updates, masters, strict=True)]
         super()._update(lot, divisor, skip)
         for u, weights in zip(lot.updates, before, strict=True):
