@@ -15,26 +15,34 @@ import torch
 from bmt_optim import host_worker
 
 PAGE = 4096
-ALIGNMENT = 64
+SMALL = 1 << 20
+"""Bytes below which torch's allocator serves: what it adds is little, and pages are many."""
 
 
 class HostMemory:
-    """Zeros: one flat tensor for each of ``pieces`` (numbers of elements and dtypes), page-locked for a CUDA ``device``."""
+    """Zeros: one flat tensor for each of ``pieces`` (numbers of elements and dtypes), page-locked for a CUDA ``device``.
+
+    Each has a storage of its own, which ``torch.save`` stores whole.
+    """
 
     def __init__(self, pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
-        sizes = [-(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for numel, dtype in pieces]
-        total = -(-max(sum(sizes), 1) // PAGE) * PAGE
+        self.tensors = [self._make(numel, dtype, device) for numel, dtype in pieces]
+
+    def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        is_locked = device.type == "cuda"
+        size = numel * dtype.itemsize
+        if not is_locked or size < SMALL:
+            tensor = torch.empty(numel, dtype=dtype, pin_memory=is_locked)
+            host_worker.submit(tensor.zero_).result()
+            return tensor
+        total = -(-size // PAGE) * PAGE
         memory = torch.empty(total + PAGE, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGE
         whole = memory[start : start + total]  # pages that it shares with nobody
         host_worker.submit(whole.zero_).result()
-        if device.type == "cuda":
-            _lock(whole, device)
-            weakref.finalize(self, _unlock, whole, device).atexit = False
-        parts = torch.split(whole, [*sizes, total - sum(sizes)])
-        self.tensors = [
-            part[: numel * dtype.itemsize].view(dtype) for part, (numel, dtype) in zip(parts[:-1], pieces, strict=True)
-        ]
+        _lock(whole, device)
+        weakref.finalize(self, _unlock, whole, device).atexit = False
+        return whole[:size].view(dtype)
 
 
 def _lock(memory: torch.Tensor, device: torch.device) -> None:

@@ -111,7 +111,7 @@ class HostShard:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this memory."""
-        return bool(tensor.untyped_storage()._cdata == self.flat["weight"].untyped_storage()._cdata)
+        return tensor.untyped_storage()._cdata in [flat.untyped_storage()._cdata for flat in self.flat.values()]
 
     def weight_of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the host's copy of ``p``, read again if somebody wrote ``p`` and that counts."""
