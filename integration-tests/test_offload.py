@@ -124,6 +124,7 @@ def both(kind: Any, dtype: torch.dtype) -> list[tuple[dict[str, Any], list[torch
         for training in trainings:
             for number in range(4):
                 training.step(number, overflows=number == 2 and "loss_scale" in settings)
+            training.manager.settle()
             training.optimizer.wait()
         steps = [{state["step"] for state in training.optimizer.state.values()} for training in trainings]
         assert steps[0] == steps[1]
@@ -394,3 +395,160 @@ def test_recorded_deltas_are_those_of_the_formula(world_size: int, level: int, k
     expected = run_ranks(plain_deltas, world_size, level)
     for ours, plain in zip(run_ranks(deltas, world_size, kind, level), expected, strict=True):
         assert ours == pytest.approx(plain, rel=1e-5)
+
+
+class Gated(Offload):
+    """Steps begin when the gate is open."""
+
+    def _kernels(self) -> Any:
+        kernels, gate = super()._kernels(), self.gate
+
+        class Kernels:
+            has_compact_adam = False
+
+            @staticmethod
+            def adam_step(*columns: Any, **options: Any) -> None:
+                gate.wait()
+                kernels.adam_step(*columns, **options)
+
+        return Kernels
+
+    gate = threading.Event()
+
+
+def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
+    torch.manual_seed(3)
+    model = TransformerBlockList([Block(Layer(torch.float32), zero_level=level) for _ in range(3)])
+    optimizer = Gated(model.parameters(), lr=0.1, overlap_forward=True)
+    optimizer.gate = threading.Event()
+    x = torch.ones(2, 6)
+    model(x).sum().backward()
+    optimizer.step()
+    was_running = [not update._is_over.is_set() for update in optimizer._under_way]
+    before = [p.detach().clone() for p in model.parameters()]
+    threading.Timer(0.2, optimizer.gate.set).start()
+    model(x).sum().backward()  # the first block waits for its update, and would not come this far without the others'
+    is_over = all(update._is_over.is_set() for update in optimizer._under_way)
+    moved = [
+        not torch.equal(p, old)
+        for p, old in zip(model.parameters(), before, strict=True)
+        if p.numel() and p.grad is not None
+    ]
+    return was_running, is_over and all(moved)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_step_returns_while_the_host_works_and_each_block_waits_for_its_own_update(level: int) -> None:
+    for was_running, is_over in run_ranks(goes_on_while_the_host_works, 2, level):
+        assert was_running == [True] * 3 and is_over
+
+
+# On GPUs
+
+
+def gpu_results(dtype: torch.dtype) -> list[Any]:
+    return both(Chunked, dtype)
+
+
+class Chunked(AdamOffloadOptimizer):
+    """In small chunks, so that there are several."""
+
+    chunk = 37
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_gpus_training_equals_that_of_adam_to_rounding(world_size: int, dtype: torch.dtype) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    for results in run_ranks(gpu_results, world_size, dtype, init={"device": "cuda"}):
+        for settings, expected, found in results:
+            for a, b in zip(expected, found, strict=True):
+                if dtype == torch.float32:
+                    # Where a gradient is next to nothing, Adam's first steps are signs of its rounding.
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text, s=settings: f"{s}: {text}")
+                else:
+                    torch.testing.assert_close(a, b, rtol=0.05, atol=0.03)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(1024, 4096, device="cuda", dtype=torch.bfloat16)
+        self.down = nn.Linear(4096, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def train_wide(overlap_forward: bool, max_norm: float | None) -> tuple[int, int, bool, list[float]]:
+    """Return bytes of parameters, bytes that steps took beside what was there, whether states are page-locked, and losses."""
+    torch.manual_seed(0)
+    model = TransformerBlockList([Block(Wide(), zero_level=3) for _ in range(6)])
+    optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-3, overlap_forward=overlap_forward)
+    manager = OptimManager(loss_scale=1024.0)
+    manager.add_optimizer(optimizer)
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
+    taken, losses = 0, []
+
+    def step() -> None:
+        nonlocal taken
+        manager.zero_grad()
+        loss = model(x).float().square().mean()
+        losses.append(loss.detach())
+        manager.backward(loss)
+        if max_norm is not None:
+            manager.clip_grad_norm(optimizer.param_groups, max_norm)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        manager.step()
+        taken = max(taken, torch.cuda.max_memory_allocated() - before)
+
+    for _ in range(3):
+        step()
+    optimizer.wait()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    optimizer.wait()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    is_locked = all(state["exp_avg"].is_pinned() for state in optimizer.state.values())
+    return size, taken, is_locked, [loss.item() for loss in losses]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_on_a_gpu_nothing_is_synchronised_and_steps_take_no_memory(
+    overlap_forward: bool, max_norm: float | None
+) -> None:
+    for size, taken, is_locked, losses in run_ranks(train_wide, 1, overlap_forward, max_norm, init={"device": "cuda"}):
+        assert is_locked and taken < size / 20
+        assert losses[-1] < losses[0]
+
+
+def delayed_training(cycles: int, overlap_forward: bool) -> list[torch.Tensor]:
+    training = Training(Chunked, level=3, max_norm=1.0, overlap_forward=overlap_forward)
+    for layer in training.model.modules():
+        if isinstance(layer, Layer):
+            layer.register_forward_pre_hook(lambda module, arguments: torch.cuda._sleep(cycles))
+            layer.register_full_backward_hook(lambda module, before, after: torch.cuda._sleep(cycles))
+    for number in range(5):
+        training.step(number)
+    return training.whole()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_on_a_gpu_delays_change_nothing(overlap_forward: bool) -> None:
+    size = min(torch.cuda.device_count(), 2)
+    expected = run_ranks(delayed_training, size, 0, overlap_forward, init={"device": "cuda"})
+    for cycles in (1_000_000, 5_000_000):
+        found = run_ranks(delayed_training, size, cycles, overlap_forward, init={"device": "cuda"})
+        assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))

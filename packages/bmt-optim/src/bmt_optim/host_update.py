@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class HostUpdate:
         self._way_back = way_back
         self._is_over = threading.Event()
         self._error: BaseException | None = None
+        self._names: list[torch.Size] = []
         self._returned: Done | None = None
 
     def wait(self) -> None:
@@ -66,19 +68,24 @@ class HostUpdate:
 
     def run(self, scale: float | torch.Tensor, kernels: Kernels, copies: Copies, deltas: Deltas | None) -> None:
         """Step chunk after chunk as they arrive, and send the weights back. In the worker's thread."""
+        with _named("host step"):
+            self._step_all(scale, kernels, deltas)
+        self._returned = copies.back(self._way_back)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that this is over, with or without ``error``."""
+        self._error = error
+        self._names = [p.shape for arrival in self._arrivals for p in arrival.schedule.params]
+        self._arrivals, self._way_back = [], []
+        self._is_over.set()
+
+    def _step_all(self, scale: float | torch.Tensor, kernels: Kernels, deltas: Deltas | None) -> None:
         for arrival in self._arrivals:
             clip = None if arrival.clip is None else arrival.clip.read()
             for chunk, arrived in zip(arrival.schedule.chunks, arrival.chunks, strict=True):
                 arrived.synchronize()
                 for rows in chunk.rows.values():
                     self._step(rows, scale, clip, kernels, deltas)
-        self._returned = copies.back(self._way_back)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Say that this is over, with or without ``error``."""
-        self._error = error
-        self._arrivals_over()
-        self._is_over.set()
 
     def _step(
         self,
@@ -103,13 +110,14 @@ class HostUpdate:
         if deltas is not None and before is not None:
             deltas.after(before, rows.exp_avgs, rows.exp_avg_sqs, rows.owners, settings)
 
-    def _arrivals_over(self) -> None:
-        self._names = [p.shape for arrival in self._arrivals for p in arrival.schedule.params]
-        self._arrivals, self._way_back = [], []
-
     def _describe(self) -> str:
         shapes = ", ".join(str(tuple(shape)) for shape in self._names[:3])
         return f"{len(self._names)} parameters (local shapes {shapes}{', ...' if len(self._names) > 3 else ''})"
+
+
+def _named(text: str) -> AbstractContextManager[object]:
+    """Show ``text`` in a trace of torch's profiler as the name of what happens inside."""
+    return torch.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def run_all(
