@@ -21,6 +21,7 @@ from bmt_core.parameter import DistributedParameter
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_optim.host_schedule import HostSchedule
+from bmt_optim.host_shard import HostShard
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 
@@ -169,7 +170,7 @@ def _without_threads(dtype: torch.dtype) -> list[Any]:
 
 
 def departures(max_norm: float | None, micro_batches: int) -> list[int]:
-    """Return how many copies of gradients each step started by itself, at the step."""
+    """Return how many copies of gradients each step started itself; fail when weights are read again, for which all would wait."""
     training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
     late: list[int] = []
 
@@ -177,14 +178,18 @@ def departures(max_norm: float | None, micro_batches: int) -> list[int]:
         late[-1] += 1
         return leave(schedule, copies)
 
-    leave = HostSchedule.leave
+    def refuse(shard: Any, p: Any) -> None:
+        raise AssertionError("nobody wrote a weight")
+
+    leave, read = HostSchedule.leave, HostShard._read_weight
     HostSchedule.leave = count  # type: ignore[method-assign]
     try:
         for number in range(4):
             late.append(0)
             training.step(number)
+            HostShard._read_weight = refuse  # type: ignore[method-assign]
     finally:
-        HostSchedule.leave = leave  # type: ignore[method-assign]
+        HostSchedule.leave, HostShard._read_weight = leave, read  # type: ignore[method-assign]
     return late
 
 
@@ -421,19 +426,15 @@ def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
     model = TransformerBlockList([Block(Layer(torch.float32), zero_level=level) for _ in range(3)])
     optimizer = Gated(model.parameters(), lr=0.1, overlap_forward=True)
     optimizer.gate = threading.Event()
-    x = torch.ones(2, 6)
-    model(x).sum().backward()
+    x = torch.randn(2, 6)
+    model(x).square().sum().backward()
+    before = [(p, p.detach().clone()) for p in model.parameters() if p.grad is not None and p.grad.any()]
     optimizer.step()
     was_running = [not update._is_over.is_set() for update in optimizer._under_way]
-    before = [p.detach().clone() for p in model.parameters()]
-    threading.Timer(0.2, optimizer.gate.set).start()
-    model(x).sum().backward()  # the first block waits for its update, and would not come this far without the others'
+    optimizer.gate.set()
+    model(x).square().sum().backward()  # each block waits for its update
     is_over = all(update._is_over.is_set() for update in optimizer._under_way)
-    moved = [
-        not torch.equal(p, old)
-        for p, old in zip(model.parameters(), before, strict=True)
-        if p.numel() and p.grad is not None
-    ]
+    moved = [not torch.equal(p, old) for p, old in before]
     return was_running, is_over and all(moved)
 
 

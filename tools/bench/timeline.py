@@ -67,6 +67,7 @@ class Step:
     def milliseconds(self) -> dict[str, float]:
         """Return how long the step was, and for how long each row was busy, was exposed, or everything idle."""
         communication = [*self.gather, *self.reduce]
+        copies = [interval for row in _COPIES.values() for interval in self.offload.get(row, [])]
         lengths = {
             "step": self.bounds[1] - self.bounds[0],
             "compute busy": total(self.compute),
@@ -75,8 +76,10 @@ class Step:
             "exposed gather": total(self.exposed(self.gather)),
             "exposed reduce": total(self.exposed(self.reduce)),
             "other busy": total(self.other),
-            "idle": total(subtract([self.bounds], [*self.compute, *communication, *self.other])),
+            "idle": total(subtract([self.bounds], [*self.compute, *communication, *copies, *self.other])),
         }
+        for row, intervals in self.offload.items():
+            lengths |= {f"{row} busy": total(intervals), f"{row} beside no compute": total(self.exposed(intervals))}
         return {name: microseconds / 1000 for name, microseconds in lengths.items()}
 
 
