@@ -1,8 +1,8 @@
 """``HostMemory``: memory of the host that the device copies from and to by itself.
 
 Page-locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
-states of a large model is up to twice the memory. It is cleared by the threads that will work on it, which on machines with
-several memory controllers decides where it lies.
+states of a large model is up to twice the memory. It is cleared chunk by chunk by the threads that will step those chunks, which on
+machines with several memory controllers decides where it lies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 
 from bmt_optim import host_worker
 
+CHUNK = 1 << 24
+"""Elements that are copied and stepped at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy is exposed."""
 PAGE = 4096
 SMALL = 1 << 20
 """Bytes below which torch's allocator serves: what it adds is little, and pages are many."""
@@ -33,13 +35,12 @@ class HostMemory:
         size = numel * dtype.itemsize
         if not is_locked or size < SMALL:
             tensor = torch.empty(numel, dtype=dtype, pin_memory=is_locked)
-            host_worker.submit(tensor.zero_).result()
-            return tensor
+            return tensor.zero_()
         total = -(-size // PAGE) * PAGE
         memory = torch.empty(total + PAGE, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGE
         whole = memory[start : start + total]  # pages that it shares with nobody
-        host_worker.submit(whole.zero_).result()
+        host_worker.submit(lambda: [chunk.zero_() for chunk in whole.split(CHUNK * dtype.itemsize)]).result()
         _lock(whole, device)
         weakref.finalize(self, _unlock, whole, device).atexit = False
         return whole[:size].view(dtype)

@@ -9,11 +9,9 @@ import torch
 
 from bmt_core.lanes import Mark
 from bmt_optim.copies import Copies, Done
+from bmt_optim.host_memory import CHUNK
 from bmt_optim.host_shard import HostShard, flat_gradient, shaped_like
 from bmt_optim.updates import Update
-
-CHUNK = 1 << 24
-"""Elements per chunk: 32 MiB of bfloat16, copied in 0.6 ms and stepped in a few. Only the copy of the first one is exposed."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -17,7 +17,8 @@ from bmt_optim.adam import MASTER, REMAINDER, AdamOptimizer, settings_of
 from bmt_optim.copies import Copies, copies_of
 from bmt_optim.deltas import Deltas
 from bmt_optim.departures import Departures
-from bmt_optim.host_schedule import CHUNK, HostSchedule, schedules_of
+from bmt_optim.host_memory import CHUNK
+from bmt_optim.host_schedule import HostSchedule, schedules_of
 from bmt_optim.host_shard import HostShard, HostShards
 from bmt_optim.host_update import HostUpdate, run_all
 from bmt_optim.on_host import OnHost
