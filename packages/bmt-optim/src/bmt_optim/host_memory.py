@@ -40,7 +40,7 @@ class HostMemory:
         memory = torch.empty(total + PAGE, dtype=torch.uint8)
         start = -memory.data_ptr() % PAGE
         whole = memory[start : start + total]  # pages that it shares with nobody
-        host_worker.submit(lambda: [chunk.zero_() for chunk in whole.split(CHUNK * dtype.itemsize)]).result()
+        host_worker.submit(lambda: [chunk.zero_() for chunk in torch.split(whole, CHUNK * dtype.itemsize)]).result()
         _lock(whole, device)
         weakref.finalize(self, _unlock, whole, device).atexit = False
         return whole[:size].view(dtype)
