@@ -45,6 +45,7 @@ class Size:
 SIZES = {
     "tiny": Size(num_layers=3, dim_model=64, num_heads=4, dim_ff=256, vocabulary=100, sequence=32),
     "1b": Size(num_layers=24, dim_model=2048, num_heads=32, dim_ff=8192, vocabulary=10240, sequence=512),
+    "3b": Size(num_layers=16, dim_model=4096, num_heads=32, dim_ff=16384, vocabulary=10240, sequence=2048),
     "7b": Size(num_layers=32, dim_model=4096, num_heads=32, dim_ff=16384, vocabulary=10240, sequence=512),
     "13b": Size(num_layers=40, dim_model=5120, num_heads=128, dim_ff=20480, vocabulary=10240, sequence=512),
 }

@@ -2,7 +2,8 @@
 
 [Note: rows of the timeline]
 *compute*: everything but communication on the stream that is busiest with it. *gather* and *reduce*: NCCL kernels and copies
-between devices. *other*: everything else on other streams (copies, sums, an optimizer that overlaps). Communication is **exposed**
+between devices. *to host* and *to device*: copies of an optimizer that offloads, and *host*: its steps there. *other*: everything
+else on other streams (copies, sums, an optimizer that overlaps). Communication is **exposed**
 where nothing of *compute* runs; where a gather and a reduction are exposed at once, the moment counts for both, and once in the
 total. A collective's kernel also runs while it waits for a slower rank.
 
@@ -18,7 +19,7 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from bench.intervals import Interval, clip, subtract, total
 STEP_RANGE = "bench step "
 """Name of the profiler's range around a step, before its number."""
 GATHER, REDUCE = "gather", "reduce"
+HOST = "host"
+_COPIES = {"DtoH": "to host", "HtoD": "to device"}
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
@@ -43,6 +46,7 @@ class Activity:
     stream: int
     step: int | None
     kind: str | None
+    copy: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,7 @@ class Step:
     gather: list[Interval]
     reduce: list[Interval]
     other: list[Interval]
+    offload: dict[str, list[Interval]] = field(default_factory=dict)
 
     def exposed(self, communication: Iterable[Interval]) -> list[Interval]:
         """Return where ``communication`` runs and compute does not."""
@@ -62,6 +67,7 @@ class Step:
     def milliseconds(self) -> dict[str, float]:
         """Return how long the step was, and for how long each row was busy, was exposed, or everything idle."""
         communication = [*self.gather, *self.reduce]
+        copies = [interval for row in _COPIES.values() for interval in self.offload.get(row, [])]
         lengths = {
             "step": self.bounds[1] - self.bounds[0],
             "compute busy": total(self.compute),
@@ -70,8 +76,10 @@ class Step:
             "exposed gather": total(self.exposed(self.gather)),
             "exposed reduce": total(self.exposed(self.reduce)),
             "other busy": total(self.other),
-            "idle": total(subtract([self.bounds], [*self.compute, *communication, *self.other])),
+            "idle": total(subtract([self.bounds], [*self.compute, *communication, *copies, *self.other])),
         }
+        for row, intervals in self.offload.items():
+            lengths |= {f"{row} busy": total(intervals), f"{row} beside no compute": total(self.exposed(intervals))}
         return {name: microseconds / 1000 for name, microseconds in lengths.items()}
 
 
@@ -124,9 +132,16 @@ def read_activities(events: Sequence[TraceEvent]) -> list[Activity]:
                 stream=int(event["args"]["stream"]),
                 step=None if step is None else int(step.removeprefix(STEP_RANGE)),
                 kind=kind_of(event["name"], lanes.name_around(launch)),
+                copy=next((row for name, row in _COPIES.items() if name in event["name"]), None),
             )
         )
-    return activities
+    return activities + _steps_on_host(events)
+
+
+def _steps_on_host(events: Sequence[TraceEvent]) -> list[Activity]:
+    ranges = [event for event in _of(events, ("user_annotation",)) if event["name"].split(" ")[0] == HOST]
+    times = [(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in ranges]
+    return [Activity(start=start, end=end, stream=-1, step=None, kind=HOST) for start, end in times]
 
 
 def kind_of(name: str, lane: str | None) -> str | None:
@@ -181,7 +196,7 @@ def drawing_of(step: Step, title: str) -> str:
     subtitle = (
         f"{milliseconds['step']:.1f} ms; exposed communication {exposed:.2f} ms, idle {milliseconds['idle']:.2f} ms"
     )
-    rows = {"compute": step.compute, GATHER: step.gather, REDUCE: step.reduce, "other": step.other}
+    rows = {"compute": step.compute, GATHER: step.gather, REDUCE: step.reduce, **step.offload, "other": step.other}
     strong = {GATHER: step.exposed(step.gather), REDUCE: step.exposed(step.reduce)}
     return draw(f"{title}: {subtitle}", step.bounds, rows, strong)
 
@@ -189,7 +204,7 @@ def drawing_of(step: Step, title: str) -> str:
 def _step_within(bounds: Interval, activities: Sequence[Activity], compute_stream: int | None) -> Step:
     rows: dict[str, list[Interval]] = defaultdict(list)
     for activity in activities:
-        row = activity.kind or ("compute" if activity.stream == compute_stream else "other")
+        row = activity.kind or ("compute" if activity.stream == compute_stream else activity.copy or "other")
         rows[row].append((activity.start, activity.end))
     clipped = {row: clip(intervals, bounds) for row, intervals in rows.items()}
     return Step(
@@ -198,6 +213,7 @@ def _step_within(bounds: Interval, activities: Sequence[Activity], compute_strea
         gather=clipped.get(GATHER, []),
         reduce=clipped.get(REDUCE, []),
         other=clipped.get("other", []),
+        offload={row: clipped[row] for row in (*_COPIES.values(), HOST) if row in clipped},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -24,8 +25,16 @@ def write_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], pa
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, experimental_config=_all_threads()) as profiler:
         for number in range(STEPS):
             with record_function(f"{STEP_RANGE}{number}"):
                 training.step(*batch)
     profiler.export_chrome_trace(str(path))
+
+
+def _all_threads() -> Any:
+    """Return what has the profiler watch threads that were there before it: that of an offloading optimizer, say."""
+    try:
+        return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:  # a torch that cannot
+        return None

@@ -21,6 +21,9 @@ import torch
 
 from bmt_core.lanes import Mark
 
+GradientWatcher = Callable[[torch.Tensor, Mark], None]
+"""Is told the flat tensor that the ``.grad`` of a shard will be views of, and when its values will be there."""
+
 
 class GradientWitness:
     """Remembers in which state the gradients of some parameters were left, to tell later whether anybody touched them.
@@ -113,6 +116,11 @@ class GradientSum:
     def ready_at(self, mark: Mark) -> None:
         """Say when what :meth:`take` returned will be done."""
         self._marks.append(mark)
+
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """What the ``.grad`` are views of, or will be when the pass ends."""
+        return self._flat
 
     def finish(self) -> None:
         """Put what was taken, complete now, into ``.grad``; harmless when nothing was."""

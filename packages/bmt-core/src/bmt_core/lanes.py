@@ -85,8 +85,11 @@ class CudaLane(Lane):
 
     def after(self, mark: Mark) -> None:
         """See :meth:`Lane.after`."""
-        assert isinstance(mark, torch.cuda.Event)
-        self.stream.wait_event(mark)
+        if isinstance(mark, torch.cuda.Event):
+            self.stream.wait_event(mark)
+        else:  # a mark of somebody else's, which makes the current stream wait
+            with _On(self.stream, self._device):
+                mark.wait()
 
     def memory(self) -> AbstractContextManager[object]:
         """See :meth:`Lane.memory`."""

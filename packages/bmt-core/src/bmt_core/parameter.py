@@ -22,7 +22,8 @@ from bmt_core.blank import blank_whole, has_values, mark_blank
 from bmt_core.comm.api import Group
 from bmt_core.comm.autograd import AllGather
 from bmt_core.errors import ConfigError
-from bmt_core.gradient import GradientSum, accumulates
+from bmt_core.gradient import GradientSum, GradientWatcher, accumulates
+from bmt_core.lanes import Mark
 from bmt_core.runtime import current
 from bmt_core.shard import Shard, even_ranges
 
@@ -33,8 +34,8 @@ _torch_data: Any = torch._C.TensorBase.__dict__["data"]
 class Owner(Protocol):
     """Who keeps a parameter's part inside a larger storage."""
 
-    def data_changed(self) -> None:
-        """An optimizer stepped a part."""
+    def data_changed(self, written: Mark | None = None) -> None:
+        """An optimizer stepped a part. ``written`` is when it is there; None: when the computation has come to this point."""
 
     def data_ready(self) -> None:
         """Let the computation wait for updates that an optimizer runs beside it."""
@@ -47,6 +48,9 @@ class Owner(Protocol):
 
     def complete_gradients(self) -> None:
         """Reduce gradients that were kept back. Collective."""
+
+    def watch_gradients(self, watcher: GradientWatcher | None) -> None:
+        """Have ``watcher`` called whenever a backward pass has started the last that it does to the gradients of the parts."""
 
 
 class DistributedParameter(torch.nn.Parameter):

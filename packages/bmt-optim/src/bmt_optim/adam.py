@@ -11,6 +11,7 @@ import torch
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_optim.beside import Beside
+from bmt_optim.logical_state import load_logical_state, logical_state
 from bmt_optim.run import kernels_on
 from bmt_optim.updates import OwnerUpdates, State, Update, UpdatePlan
 
@@ -113,11 +114,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         if given_scale is not None:
             divisor = given_scale * scale
         self.wait()
-        plan = self._plan.of(self.param_groups, self.state, self._state_of, _has_master)
-        for device in {u.device for lot in plan for u in lot.updates if u.group["overlap_forward"]}:
-            self._beside.begin(device)
-        for lot in plan:
-            self._update(lot, divisor, skip)
+        plan = self._updates()
+        self._run(plan, divisor, skip)
         if skip is not None:
             states = [state for lot in plan for update in lot.updates for state in update.states]
             self._unsure = _Unsure(HostFlag(skip), states)
@@ -137,17 +135,27 @@ class AdamOptimizer(torch.optim.Optimizer):
         """Wait for the device to have decided whether it skipped the last step, and count ``"step"`` accordingly."""
         self._unsure.settle()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does; masters, or their remainders, are part of it."""
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """Return the state as torch does; masters, or their remainders, are part of it.
+
+        ``gather``: ``{"parameters": ..., "groups": ...}`` with whole tensors by parameter (see :mod:`bmt_optim.logical_state`),
+        which are collected on rank 0, one by one, and are empty on the others. Collective then.
+        """
         self.settle()
         self.wait()
-        return super().state_dict()
+        return logical_state([self], None) if gather else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
 
+        A gathered state fits any number of ranks; rank 0 alone needs its contents. Collective then.
+
         Raises :class:`CheckpointError`, and changes nothing, when a shape differs: the state is that of another world size.
         """
+        if "parameters" in state_dict:
+            self.settle()
+            load_logical_state([self], state_dict, None)
+            return
         saved = state_dict["state"]
         places = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -161,8 +169,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                         " It was saved at another world size. Save with gather_opt=True to load at any."
                     )
         self.wait()
-        super().load_state_dict(state_dict)
-        # torch casts floating-point state to the parameter's dtype, which would round moments and masters of half parameters.
+        # Without the states: torch would cast them to the parameters' dtype, which rounds moments and masters of half
+        # parameters, and move them to the parameters' device.
+        super().load_state_dict({**state_dict, "state": {}})
         for p, index in zip(places, indices, strict=True):
             if index in saved:
                 self.load_portable_state(p, saved[index])
@@ -196,6 +205,9 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._beside = Beside()
         self._plan = UpdatePlan()
 
+    def _updates(self) -> list[OwnerUpdates]:
+        return self._plan.of(self.param_groups, self.state, self._state_of, _has_master)
+
     def _state_of(self, p: torch.nn.Parameter) -> State:
         state: State = self.state[p]
         if not state:
@@ -216,6 +228,12 @@ class AdamOptimizer(torch.optim.Optimizer):
         if p.dtype != torch.bfloat16:
             return False
         return kernels_on(p.device).has_compact_adam if self.compact_master is None else self.compact_master
+
+    def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        for device in {u.device for lot in plan for u in lot.updates if u.group["overlap_forward"]}:
+            self._beside.begin(device)
+        for lot in plan:
+            self._update(lot, divisor, skip)
 
     def _update(self, lot: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         owner = lot.owner
@@ -244,7 +262,7 @@ class _Unsure:
 
 def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:
     """Take one step of what belongs together, and return the gradients, which the device reads later."""
-    group, states, step = update.group, update.states, update.advance()
+    states, step = update.states, update.advance()
     grads = [p.grad for p in update.params if p.grad is not None]
     kernels_on(update.device).adam_step(
         update.params,
@@ -252,18 +270,26 @@ def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | 
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [state.get(REMAINDER, state.get(MASTER)) for state in states],
-        step=step,
-        lr=group["lr"],
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=update.decoupled,
-        hold=step <= group["hold_steps"],
+        **settings_of(update, step),
         scale=divisor,
         skip=skip,
     )
     return grads
+
+
+def settings_of(update: Update, step: int) -> dict[str, Any]:
+    """Return what ``adam_step`` is told about step number ``step`` of ``update``."""
+    group = update.group
+    return {
+        "step": step,
+        "lr": group["lr"],
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "decoupled": update.decoupled,
+        "hold": step <= group["hold_steps"],
+    }
 
 
 def _has_master(state: State) -> bool:

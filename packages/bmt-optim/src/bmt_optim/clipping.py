@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -12,19 +13,26 @@ from bmt_optim.run import kernels_for, world
 
 
 def clip(
-    parameters: Sequence[torch.nn.Parameter], max_norm: float, p: float, eps: float, device: torch.device
+    parameters: Sequence[torch.nn.Parameter],
+    max_norm: float,
+    p: float,
+    eps: float,
+    device: torch.device,
+    scaling: Callable[[torch.Tensor], AbstractContextManager[object]],
 ) -> torch.Tensor:
     """Multiply the gradients of ``parameters`` by ``max_norm / (N + eps)`` if that is below 1, and return N. Collective.
 
     N is a 0-dim float32 tensor on ``device``. When it is not finite (also because finite squares add up to infinity) the
-    gradients become NaN: multiplying them by 0 would pass for a step.
+    gradients become NaN: multiplying them by 0 would pass for a step. They are multiplied inside ``scaling(factor)``.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     weights = [1.0 / _replicas(parameter) for parameter in parameters if parameter.grad is not None]
     kernels = kernels_for(grads, device)
     norm = _over_all_ranks(kernels.powers_sum(grads, p, weights, device), p)
     factor = (max_norm / (norm + eps)).clamp(max=1.0)
-    kernels.scale_(grads, factor.masked_fill(~norm.isfinite(), math.nan))
+    factor = factor.masked_fill(~norm.isfinite(), math.nan)
+    with scaling(factor):
+        kernels.scale_(grads, factor)
     return norm
 
 

@@ -114,7 +114,7 @@ class _Place:
         """Return the whole tensor that ``part`` is this rank's part of. Collective."""
         p = self.parameter
         assert isinstance(p, DistributedParameter)
-        full = p.gather_like(part)
+        full = p.gather_like(part.to(p.device))  # states may live on the host
         if p.local_axes:
             tp = current().topology.group(p.local_axes)
             slices = full.new_empty(tp.size * full.numel())
@@ -123,7 +123,7 @@ class _Place:
         return full.reshape(self.shape)
 
     def part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor, where that is."""
         p = self.parameter
         assert isinstance(p, DistributedParameter)
         if p.local_axes:

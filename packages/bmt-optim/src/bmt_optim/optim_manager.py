@@ -20,6 +20,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -164,7 +165,11 @@ class OptimManager:
         parameters = _unique(_parameters(param_groups))
         self._complete(_unique([*self._all_parameters(), *parameters]))
         scale = self.loss_scale
-        return clip(parameters, max_norm * scale, p, eps, self._device()) / scale
+
+        def scaling(factor: torch.Tensor) -> ExitStack:
+            return self._scaling(parameters, factor)
+
+        return clip(parameters, max_norm * scale, p, eps, self._device(), scaling) / scale
 
     @torch.no_grad()
     def step(self) -> None:
@@ -178,7 +183,8 @@ class OptimManager:
         if flag is not None and self._can_skip_on_device(flag):
             schedulers = [s for s in self.lr_schedulers if s is not None]
             self._outcome = _Outcome(HostFlag(flag), [(s, s.num_iter) for s in schedulers])
-            kernels_for(grads, self._device()).zero_if_(grads, flag)
+            with self._scaling(parameters, None):
+                kernels_for(grads, self._device()).zero_if_(grads, flag)
             self._apply(flag.reshape(()).float())
         elif flag is not None and flag.item():
             self._refuse()
@@ -272,6 +278,14 @@ class OptimManager:
         complete_gradients(parameters)
         if self.sum_plain_gradients:
             self._plain.sum(parameters, world())
+
+    def _scaling(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
+        """Tell optimizers that want to know (``scaling_gradients``) by what gradients are multiplied inside."""
+        stack = ExitStack()
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "scaling_gradients"):
+                stack.enter_context(optimizer.scaling_gradients(parameters, factor))
+        return stack
 
     def _device(self) -> torch.device:
         if is_initialized():

@@ -8,9 +8,10 @@ import torch
 
 from bmt_core.hookspecs import hookimpl
 from bmt_optim.adam import AdamOptimizer
+from bmt_optim.offload import AdamOffloadOptimizer
 
 
 @hookimpl
 def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
     """The optimizers that ``optim.create`` finds by name."""
-    return [AdamOptimizer]
+    return [AdamOptimizer, AdamOffloadOptimizer]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
 
 from bmt_core.comm.api import Group
 from bmt_core.comm.torch_backend import SingleGroup
-from bmt_core.ops import REFERENCE, Kernels
+from bmt_core.ops import REFERENCE, Kernels, choose_kernels
+from bmt_core.ops.table import REFERENCE_NAME, VARIABLE
 from bmt_core.runtime import current, is_initialized
 
 
@@ -20,6 +22,21 @@ def world() -> Group:
 def kernels_on(device: torch.device) -> Kernels:
     """Return the run's kernels if they serve ``device``, otherwise (or without a run) the plain-torch reference."""
     return current().kernels.on(device) if is_initialized() else REFERENCE
+
+
+def kernels_of_host() -> Kernels:
+    """Return kernels for work on the host, whatever the run's device: compiled ones if there are any and ``BMT_KERNELS`` agrees."""
+    host = torch.device("cpu")
+    if not is_initialized():
+        return REFERENCE
+    run = current()
+    if run.device.type == "cpu":
+        return run.kernels.on(host)
+    # The variable names kernels for the run's device; only plain torch is for both.
+    providers = run.registry.kernel_providers
+    name = os.environ.get(VARIABLE, "")
+    is_for_both = name == REFERENCE_NAME
+    return choose_kernels(providers, host, name if is_for_both else "")
 
 
 def kernels_for(tensors: Iterable[torch.Tensor], device: torch.device) -> Kernels:

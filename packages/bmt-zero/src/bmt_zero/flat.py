@@ -18,7 +18,7 @@ import torch
 from bmt_core.blank import has_values
 from bmt_core.comm import Group, Work
 from bmt_core.config import ReduceDtype
-from bmt_core.gradient import GradientSum, GradientWitness
+from bmt_core.gradient import GradientSum, GradientWatcher, GradientWitness
 from bmt_core.lanes import Mark
 from bmt_core.parameter import DistributedParameter, make_distributed
 from bmt_core.runtime import current
@@ -80,6 +80,7 @@ class FlatShard:
         self._arrival: Mark | None = None
         self._written: Mark | None = self.lanes.gather.here()
         self._kept: object = None
+        self._watcher: GradientWatcher | None = None
         self._versions = self._told = self._current_versions()
         self._stepped = False
         self._unreduced: torch.Tensor | None = None
@@ -108,12 +109,12 @@ class FlatShard:
         """Whether a use holds the full parameters."""
         return self._holders > 0
 
-    def data_changed(self) -> None:
+    def data_changed(self, written: Mark | None = None) -> None:
         """An optimizer stepped parameters of this shard (:class:`bmt_core.parameter.Owner`): gathers wait for what it did."""
         versions = self._current_versions()
         if not self._stepped or versions != self._told:
             self._stepped, self._told = True, versions
-            self._written = self.lanes.gather.here()
+            self._written = self.lanes.gather.here() if written is None else written
 
     def data_ready(self) -> None:
         """Let the computation wait for the optimizer's update (:class:`bmt_core.parameter.Owner`)."""
@@ -123,6 +124,10 @@ class FlatShard:
     def keep(self, objects: object) -> None:
         """Keep what the optimizer's update reads until the computation has waited (:class:`bmt_core.parameter.Owner`)."""
         self._kept = objects
+
+    def watch_gradients(self, watcher: GradientWatcher | None) -> None:
+        """Have ``watcher`` called when a reduction was started (:class:`bmt_core.parameter.Owner`)."""
+        self._watcher = watcher
 
     def data_replaced(self) -> None:
         """A parameter was given other memory: it must be laid out again before the next use (:class:`bmt_core.parameter.Owner`)."""
@@ -252,6 +257,8 @@ class FlatShard:
         with named(f"reduce {self.name}"):
             mark = lane.run(lambda: self._start_reduction(reduced, full), then)
         self.sum.ready_at(mark)
+        if self._watcher is not None and self.sum.flat is not None:
+            self._watcher(self.sum.flat, mark)
         return mark
 
     def reduce_now(self, full: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
+from bmt_optim import AdamOffloadOptimizer as AdamOffloadOptimizer
 from bmt_optim import AdamOptimizer as AdamOptimizer
 from bmt_optim import OptimManager as OptimManager
 from bmt_optim import available as available

@@ -1,0 +1,555 @@
+"""``AdamOffloadOptimizer`` under the sharding engine trains what ``AdamOptimizer`` trains, at every level, on any ranks.
+
+On the CPU there is nowhere to go, so the host takes the part of the device here: states, chunks, the worker's thread, early
+departures and marks are those of a GPU, and copies are done at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_core import runtime
+from bmt_core.parameter import DistributedParameter
+from bmt_core.testing import run_ranks
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_optim.host_schedule import HostSchedule
+from bmt_optim.host_shard import HostShard
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
+
+
+class Offload(AdamOffloadOptimizer):
+    """Offloads from the CPU to the CPU, in small chunks."""
+
+    chunk = 37
+
+    def _offloads(self, device: torch.device) -> bool:
+        return True
+
+
+class Layer(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6, dtype=dtype)
+        self.up = nn.Linear(6, 13, dtype=dtype)
+        self.down = nn.Linear(13, 6, bias=False, dtype=dtype)
+        self.unused = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    """An embedding outside of blocks, three blocks of which the second is frozen in part, and a head."""
+
+    def __init__(self, level: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(11, 6, dtype=dtype)
+        layers = [Layer(dtype) for _ in range(3)]
+        layers[1].up.weight.requires_grad_(False)
+        self.layers = TransformerBlockList([Block(layer, zero_level=level) for layer in layers])
+        self.head = Block(nn.Linear(6, 11, dtype=dtype), zero_level=level)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.layers(self.embedding(tokens)))
+        return logits
+
+
+class Training:
+    def __init__(
+        self,
+        kind: Callable[..., AdamOptimizer],
+        *,
+        level: int = 3,
+        dtype: torch.dtype = torch.float32,
+        max_norm: float | None = None,
+        loss_scale: float | None = None,
+        micro_batches: int = 1,
+        holds_back: bool = False,
+        overlap_forward: bool = True,
+        **options: Any,
+    ) -> None:
+        model = BMTrainModelWrapper(Model(level, dtype))
+        self.device = runtime.current().device
+        self.model, self.max_norm = model, max_norm
+        self.micro_batches, self.holds_back = micro_batches, holds_back
+        groups = [
+            {"params": [p for p in model.parameters() if p.full_shape.numel() > 20], "lr": 0.05},
+            {"params": [p for p in model.parameters() if p.full_shape.numel() <= 20], "weight_decay": 0.2},
+        ]
+        self.optimizer = kind(groups, lr=0.02, weight_decay=0.1, overlap_forward=overlap_forward, **options)
+        self.manager = OptimManager(loss_scale=loss_scale, loss_scale_steps=2)
+        self.manager.add_optimizer(self.optimizer)
+
+    def step(self, number: int, *, overflows: bool = False) -> None:
+        self.manager.zero_grad()
+        generator = torch.Generator().manual_seed(number)
+        data = torch.randint(11, (self.micro_batches, 4, 5), generator=generator)
+        rows = 4 // runtime.world_size()
+        for i, batch in enumerate(data):
+            mine = batch[runtime.rank() * rows :][:rows].to(self.device)
+            with no_sync(self.model) if self.holds_back and i + 1 < self.micro_batches else nullcontext():
+                loss = nn.functional.cross_entropy(self.model(mine).float().flatten(0, 1), mine.flatten().roll(1))
+                self.manager.backward(loss * (float("inf") if overflows else 1 / self.micro_batches))
+        if self.max_norm is not None:
+            self.manager.clip_grad_norm(self.optimizer.param_groups, self.max_norm)
+        self.manager.step()
+
+    def whole(self) -> list[torch.Tensor]:
+        named = sorted(self.model.named_parameters())
+        return [p.gather_like(p.data).cpu().clone() for _, p in named if isinstance(p, DistributedParameter)]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"overlap_forward": False},
+    {"max_norm": 0.5, "loss_scale": 512.0},
+    {"micro_batches": 2},
+    {"micro_batches": 2, "holds_back": True, "max_norm": 0.5},
+    {"hold_steps": 2, "decoupled_weight_decay": False},
+]
+
+
+def both(kind: Any, dtype: torch.dtype) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
+    results = []
+    for level, settings in itertools.product(range(4), SETTINGS):
+        trainings = [Training(which, level=level, dtype=dtype, **settings) for which in (AdamOptimizer, kind)]
+        for training in trainings:
+            for number in range(4):
+                training.step(number, overflows=number == 2 and "loss_scale" in settings)
+            training.manager.settle()
+            training.optimizer.wait()
+        steps = [{state["step"] for state in training.optimizer.state.values()} for training in trainings]
+        assert steps[0] == steps[1]
+        assert trainings[0].manager.skipped_steps == trainings[1].manager.skipped_steps == ("loss_scale" in settings)
+        results.append(({"level": level, **settings}, trainings[0].whole(), trainings[1].whole()))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_float32_training_equals_that_of_adam_in_every_bit(world_size: int) -> None:
+    for results in run_ranks(both, world_size, Offload, torch.float32):
+        for settings, expected, found in results:
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), settings
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bfloat16_training_equals_that_of_adam_but_for_gradients_clipped_without_rounding(world_size: int) -> None:
+    for results in run_ranks(both, world_size, Offload, torch.bfloat16):
+        for settings, expected, found in results:
+            for a, b in zip(expected, found, strict=True):
+                if "max_norm" in settings:
+                    torch.testing.assert_close(a, b, rtol=0.02, atol=0.01)
+                else:
+                    assert torch.equal(a, b), settings
+
+
+def test_on_the_cpu_it_is_adam_without_threads_or_copies() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for results in run_ranks(_without_threads, 2, dtype):
+            assert results == []
+
+
+def _without_threads(dtype: torch.dtype) -> list[Any]:
+    before = {thread.name for thread in threading.enumerate()}
+    different = [
+        settings
+        for settings, expected, found in both(AdamOffloadOptimizer, dtype)
+        if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    ]
+    started = {thread.name for thread in threading.enumerate()} - before
+    return different + [name for name in started if "offload" in name]
+
+
+def departures(max_norm: float | None, micro_batches: int) -> list[int]:
+    """Return how many copies of gradients each step started itself; fail when weights are read again, for which all would wait."""
+    training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
+    late: list[int] = []
+
+    def count(schedule: Any, copies: Any) -> Any:
+        late[-1] += 1
+        return leave(schedule, copies)
+
+    def refuse(shard: Any, p: Any) -> None:
+        raise AssertionError("nobody wrote a weight")
+
+    leave, read = HostSchedule.leave, HostShard._read_weight
+    HostSchedule.leave = count  # type: ignore[method-assign]
+    try:
+        for number in range(4):
+            late.append(0)
+            training.step(number)
+            HostShard._read_weight = refuse  # type: ignore[method-assign]
+    finally:
+        HostSchedule.leave, HostShard._read_weight = leave, read  # type: ignore[method-assign]
+    return late
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_of_blocks_leave_during_backward_also_when_they_are_clipped(
+    max_norm: float | None, micro_batches: int
+) -> None:
+    for first, *later in run_ranks(departures, 2, max_norm, micro_batches):
+        # The first step makes the schedules; after it only the embedding's gradient is left to copy.
+        assert first == 5 and later == [1, 1, 1]
+
+
+def changed_by_hand() -> bool:
+    results = []
+    for kind in (AdamOptimizer, Offload):
+        training = Training(kind)
+        for number in range(4):
+            with pytest.MonkeyPatch.context() as patch:
+                step = training.manager.step
+
+                def change_and_step(training: Training = training, step: Callable[[], None] = step) -> None:
+                    for p in training.model.parameters():
+                        if p.grad is not None:
+                            p.grad *= 0.1
+                            p.grad += p.detach()
+                    step()
+
+                patch.setattr(training.manager, "step", change_and_step)
+                training.step(number)
+        results.append(training.whole())
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_gradients_that_were_changed_after_they_left_leave_again() -> None:
+    assert run_ranks(changed_by_hand, 2) == [True, True]
+
+
+def written_weights(dtype: torch.dtype, compact_master: bool) -> bool:
+    results = []
+    for kind in (AdamOptimizer, Offload):
+        training = Training(kind, dtype=dtype, compact_master=compact_master)
+        for number in range(4):
+            training.step(number)
+            training.optimizer.wait()
+            with torch.no_grad():
+                for p in training.model.parameters():
+                    p.clamp_(-0.1, 0.1)
+        results.append(training.whole())
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compact_master"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
+def test_weights_that_were_written_by_hand_count_as_they_do_for_adam(dtype: torch.dtype, compact_master: bool) -> None:
+    assert run_ranks(written_weights, 2, dtype, compact_master) == [True, True]
+
+
+class Fails(Offload):
+    """Steps fail in the worker from the second step on, in the third call of the kernel."""
+
+    def _kernels(self) -> Any:
+        kernels, optimizer = super()._kernels(), self
+
+        class Kernels:
+            has_compact_adam = False
+
+            @staticmethod
+            def adam_step(*columns: Any, **options: Any) -> None:
+                optimizer.calls += 1
+                if options["step"] == 2 and optimizer.calls > optimizer.last_call:
+                    raise ArithmeticError("no such number")
+                kernels.adam_step(*columns, **options)
+
+        return Kernels
+
+    calls = 0
+    last_call = 0
+
+
+def failures(overlap_forward: bool) -> Iterator[Any]:
+    training = Training(Fails, overlap_forward=overlap_forward, level=0)
+    optimizer = training.optimizer
+    assert isinstance(optimizer, Fails)
+    training.step(0)
+    optimizer.wait()
+    before = [p.detach().clone() for p in training.model.parameters()]
+    state = {key: dict(value) for key, value in optimizer.state_dict()["state"].items()}
+    copies = {
+        key: {k: v.clone() if torch.is_tensor(v) else v for k, v in value.items()} for key, value in state.items()
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.last_call = optimizer.calls + 7
+    messages = []
+    for number in (1, 2):  # the next call, and whoever goes on although he was told
+        try:
+            training.step(number)
+            training.optimizer.wait()
+        except RuntimeError as error:
+            messages.append(f"{error} {error.__cause__!r}")
+    # Of one shard, all parameters are new or all are old.
+    changed: dict[Any, set[bool]] = {}
+    for p, old in zip(training.model.parameters(), before, strict=True):
+        if p in optimizer.state:
+            owner: Any = getattr(p, "_owner", None)
+            changed.setdefault(id(p) if owner is None else id(owner()), set()).add(not torch.equal(p.detach(), old))
+    # A loaded state makes it whole again.
+    with torch.no_grad():
+        for p, old in zip(training.model.parameters(), before, strict=True):
+            p.copy_(old)
+    optimizer.load_state_dict({"state": copies, "param_groups": groups})
+    optimizer.last_call = 10**9
+    training.step(1)
+    straight = Training(AdamOptimizer, overlap_forward=overlap_forward, level=0)
+    for number in range(2):
+        straight.step(number)
+    is_whole = all(torch.equal(a, b) for a, b in zip(straight.whole(), training.whole(), strict=True))
+    return messages, sorted(map(sorted, changed.values())), is_whole  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_an_error_of_the_worker_is_raised_by_the_next_call_and_leaves_no_shard_half_new(overlap_forward: bool) -> None:
+    for messages, changed, is_whole in run_ranks(failures, 1, overlap_forward):
+        assert len(messages) == 2
+        assert all("on the host failed on rank 0" in text and "ArithmeticError" in text for text in messages)
+        assert [False] in changed and [True] in changed and [False, True] not in changed
+        assert is_whole
+
+
+def saved_state(kind: Any, dtype: torch.dtype, compact_master: bool | None) -> tuple[Any, list[torch.Tensor]]:
+    training = Training(kind, dtype=dtype, compact_master=compact_master)
+    for number in range(3):
+        training.step(number)
+    state = training.optimizer.state_dict(gather=True)
+    assert bool(state["parameters"]) == (runtime.rank() == 0)
+    return state, training.whole()
+
+
+def resumed(kind: Any, dtype: torch.dtype, saved: Any, compact_master: bool | None) -> list[torch.Tensor]:
+    state, values = saved
+    training = Training(kind, dtype=dtype, compact_master=compact_master)
+    training.step(9)  # there are states already
+    training.optimizer.wait()
+    named = sorted(training.model.named_parameters())
+    with torch.no_grad():
+        for (_, p), value in zip(named, values, strict=True):
+            assert isinstance(p, DistributedParameter)
+            p.copy_(p.local_part(value))
+    training.optimizer.load_state_dict(state if runtime.rank() == 0 else {**state, "parameters": {}})
+    for number in range(3, 5):
+        training.step(number)
+    return training.whole()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)])
+@pytest.mark.parametrize("compact_master", [None, True])
+def test_a_gathered_state_resumes_with_either_optimizer_at_any_world_size(
+    dtype: torch.dtype, before: Any, after: Any, compact_master: bool | None
+) -> None:
+    saved = run_ranks(saved_state, 2, before, dtype, compact_master)[0]
+    expected = run_ranks(saved_state, 2, AdamOptimizer, dtype, compact_master)[0]
+    assert all(torch.equal(a, b) for a, b in zip(saved[1], expected[1], strict=True))
+    for name, state in expected[0]["parameters"].items():
+        for key, value in state.items():
+            found = saved[0]["parameters"][name][key]
+            assert torch.equal(found, value) if torch.is_tensor(value) else found == value
+    for world_size in (1, 4):
+        straight = run_ranks(resumed, world_size, AdamOptimizer, dtype, expected, compact_master)
+        for values, others in zip(
+            run_ranks(resumed, world_size, after, dtype, saved, compact_master), straight, strict=True
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
+
+
+def deltas(kind: Any, level: int) -> tuple[float, float]:
+    training = Training(kind, level=level, dtype=torch.bfloat16, record_delta=True)
+    for number in range(3):
+        training.step(number)
+    optimizer = training.optimizer
+    assert isinstance(optimizer, AdamOffloadOptimizer)
+    return optimizer.get_avg_delta(), optimizer.get_var_delta()
+
+
+def plain_deltas(level: int) -> tuple[float, float]:
+    training = Training(AdamOptimizer, level=level, dtype=torch.bfloat16)
+    optimizer = training.optimizer
+    for number in range(2):
+        training.step(number)
+    before = {p: optimizer.portable_state(p)["_param_fp32"].clone() for p in optimizer.state}
+    training.step(2)
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p in before:
+                m, v = (p.gather_like(optimizer.state[p][key]).double() for key in ("exp_avg", "exp_avg_sq"))
+                delta = (m / (1 - 0.9**3)) / ((v / (1 - 0.999**3)).sqrt() + 1e-8)
+                found.append((delta + group["weight_decay"] * p.gather_like(before[p])).flatten())
+    everything = torch.cat(found)
+    return everything.mean().item(), everything.var(correction=0).item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("kind", [Offload, AdamOffloadOptimizer])
+def test_recorded_deltas_are_those_of_the_formula(world_size: int, level: int, kind: Any) -> None:
+    expected = run_ranks(plain_deltas, world_size, level)
+    for ours, plain in zip(run_ranks(deltas, world_size, kind, level), expected, strict=True):
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+
+class Gated(Offload):
+    """Steps begin when the gate is open."""
+
+    def _kernels(self) -> Any:
+        kernels, gate = super()._kernels(), self.gate
+
+        class Kernels:
+            has_compact_adam = False
+
+            @staticmethod
+            def adam_step(*columns: Any, **options: Any) -> None:
+                gate.wait()
+                kernels.adam_step(*columns, **options)
+
+        return Kernels
+
+    gate = threading.Event()
+
+
+def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
+    torch.manual_seed(3)
+    model = TransformerBlockList([Block(Layer(torch.float32), zero_level=level) for _ in range(3)])
+    optimizer = Gated(model.parameters(), lr=0.1, overlap_forward=True)
+    optimizer.gate = threading.Event()
+    x = torch.randn(2, 6)
+    model(x).square().sum().backward()
+    before = [(p, p.detach().clone()) for p in model.parameters() if p.grad is not None and p.grad.any()]
+    optimizer.step()
+    was_running = [not update._is_over.is_set() for update in optimizer._under_way]
+    optimizer.gate.set()
+    model(x).square().sum().backward()  # each block waits for its update
+    is_over = all(update._is_over.is_set() for update in optimizer._under_way)
+    moved = [not torch.equal(p, old) for p, old in before]
+    return was_running, is_over and all(moved)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_step_returns_while_the_host_works_and_each_block_waits_for_its_own_update(level: int) -> None:
+    for was_running, is_over in run_ranks(goes_on_while_the_host_works, 2, level):
+        assert was_running == [True] * 3 and is_over
+
+
+# On GPUs
+
+
+def gpu_results(dtype: torch.dtype) -> list[Any]:
+    return both(Chunked, dtype)
+
+
+class Chunked(AdamOffloadOptimizer):
+    """In small chunks, so that there are several."""
+
+    chunk = 37
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_gpus_training_equals_that_of_adam_to_rounding(world_size: int, dtype: torch.dtype) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    for results in run_ranks(gpu_results, world_size, dtype, init={"device": "cuda"}):
+        for settings, expected, found in results:
+            for a, b in zip(expected, found, strict=True):
+                if dtype == torch.float32:
+                    # Where a gradient is next to nothing, Adam's first steps are signs of its rounding.
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text, s=settings: f"{s}: {text}")
+                else:
+                    torch.testing.assert_close(a, b, rtol=0.05, atol=0.03)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(1024, 4096, device="cuda", dtype=torch.bfloat16)
+        self.down = nn.Linear(4096, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def train_wide(overlap_forward: bool, max_norm: float | None) -> tuple[int, int, bool, list[float]]:
+    """Return bytes of parameters, bytes that steps took beside what was there, whether states are page-locked, and losses."""
+    torch.manual_seed(0)
+    model = TransformerBlockList([Block(Wide(), zero_level=3) for _ in range(6)])
+    optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-3, overlap_forward=overlap_forward)
+    manager = OptimManager(loss_scale=1024.0)
+    manager.add_optimizer(optimizer)
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
+    taken, losses = 0, []
+
+    def step() -> None:
+        nonlocal taken
+        manager.zero_grad()
+        loss = model(x).float().square().mean()
+        losses.append(loss.detach())
+        manager.backward(loss)
+        if max_norm is not None:
+            manager.clip_grad_norm(optimizer.param_groups, max_norm)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        manager.step()
+        taken = max(taken, torch.cuda.max_memory_allocated() - before)
+
+    for _ in range(3):
+        step()
+    optimizer.wait()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    optimizer.wait()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    is_locked = all(state["exp_avg"].is_pinned() for state in optimizer.state.values())
+    return size, taken, is_locked, [loss.item() for loss in losses]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_on_a_gpu_nothing_is_synchronised_and_steps_take_no_memory(
+    overlap_forward: bool, max_norm: float | None
+) -> None:
+    for size, taken, is_locked, losses in run_ranks(train_wide, 1, overlap_forward, max_norm, init={"device": "cuda"}):
+        assert is_locked and taken < size / 20
+        assert losses[-1] < losses[0]
+
+
+def delayed_training(cycles: int, overlap_forward: bool) -> list[torch.Tensor]:
+    training = Training(Chunked, level=3, max_norm=1.0, overlap_forward=overlap_forward)
+    for layer in training.model.modules():
+        if isinstance(layer, Layer):
+            layer.register_forward_pre_hook(lambda module, arguments: torch.cuda._sleep(cycles))
+            layer.register_full_backward_hook(lambda module, before, after: torch.cuda._sleep(cycles))
+    for number in range(5):
+        training.step(number)
+    return training.whole()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_on_a_gpu_delays_change_nothing(overlap_forward: bool) -> None:
+    size = min(torch.cuda.device_count(), 2)
+    expected = run_ranks(delayed_training, size, 0, overlap_forward, init={"device": "cuda"})
+    for cycles in (1_000_000, 5_000_000):
+        found = run_ranks(delayed_training, size, cycles, overlap_forward, init={"device": "cuda"})
+        assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))

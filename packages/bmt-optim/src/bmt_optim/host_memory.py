@@ -1,0 +1,61 @@
+"""``HostMemory``: memory of the host that the device copies from and to by itself.
+
+Page-locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
+states of a large model is up to twice the memory. It is cleared chunk by chunk by the threads that will step those chunks, which on
+machines with several memory controllers decides where it lies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from bmt_optim import host_worker
+
+CHUNK = 1 << 24
+"""Elements that are copied and stepped at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy is exposed."""
+PAGE = 4096
+SMALL = 1 << 20
+"""Bytes below which torch's allocator serves: what it adds is little, and pages are many."""
+
+
+class HostMemory:
+    """Zeros: one flat tensor for each of ``pieces`` (numbers of elements and dtypes), page-locked for a CUDA ``device``.
+
+    Each has a storage of its own, which ``torch.save`` stores whole.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
+        self.tensors = [self._make(numel, dtype, device) for numel, dtype in pieces]
+
+    def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        is_locked = device.type == "cuda"
+        size = numel * dtype.itemsize
+        if not is_locked or size < SMALL:
+            tensor = torch.empty(numel, dtype=dtype, pin_memory=is_locked)
+            return tensor.zero_()
+        total = -(-size // PAGE) * PAGE
+        memory = torch.empty(total + PAGE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGE
+        whole = memory[start : start + total]  # pages that it shares with nobody
+        host_worker.submit(lambda: [chunk.zero_() for chunk in torch.split(whole, CHUNK * dtype.itemsize)]).result()
+        _lock(whole, device)
+        weakref.finalize(self, _unlock, whole, device).atexit = False
+        return whole[:size].view(dtype)
+
+
+def _lock(memory: torch.Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(error):
+        raise RuntimeError(
+            f"{memory.numel() / 2**30:.1f} GiB of host memory could not be page-locked for {device} ({error})."
+            " Free memory on the host, raise its limit (ulimit -l), or use fewer ranks per host."
+        )
+
+
+def _unlock(memory: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a copy may be under way
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

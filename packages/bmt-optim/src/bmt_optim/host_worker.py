@@ -1,0 +1,71 @@
+"""The thread that steps parameters on the host: one for the process, started once, with threads of its own for the kernels.
+
+[Note: threads of a rank] The launcher may have bound a rank to some cores, or left all of a node to all of its ranks. What this
+process may run on, as the kernel says, counts either way; a rank that may run wherever its launcher may shares those cores with
+the other ranks of the node. One core of four or more is left to the thread that launches work on the device.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from bmt_core.config import Launch
+
+VARIABLE = "BMT_OFFLOAD_THREADS"
+Result = TypeVar("Result")
+_lock = threading.Lock()
+_executors: list[ThreadPoolExecutor] = []
+
+
+def submit(work: Callable[[], Result]) -> Future[Result]:
+    """Have ``work`` done after what was submitted before; at the end of the program it is waited for."""
+    with _lock:
+        if not _executors:
+            _executors.append(_start())
+        return _executors[0].submit(work)
+
+
+def threads_of(own: int, of_launcher: int, ranks: int) -> int:
+    """Return on how many threads a rank works that may use ``own`` cores, of a launcher with ``of_launcher`` for ``ranks`` ranks.
+
+    >>> threads_of(16, 16, 1), threads_of(16, 16, 4), threads_of(8, 32, 4), threads_of(1, 2, 4)
+    (15, 3, 7, 1)
+    """
+    share = max(1, min(own, max(own, of_launcher) // ranks))
+    return share - 1 if share >= 4 else share
+
+
+def number_of_threads() -> int:
+    """Return ``BMT_OFFLOAD_THREADS``, or what [Note: threads of a rank] says."""
+    if given := os.environ.get(VARIABLE):
+        return max(1, int(given))
+    own = _cores(0)
+    return threads_of(own, _cores(os.getppid()) or own, Launch.from_env().local_world_size)
+
+
+def _start() -> ThreadPoolExecutor:
+    before = torch.get_num_threads()
+    threads = number_of_threads()
+    # It sets the number for the calling thread and for those that begin later: the latter is taken back.
+    executor = ThreadPoolExecutor(1, "bmt-offload", torch.set_num_threads, (threads,))
+    executor.submit(torch.get_num_threads).result()
+    torch.set_num_threads(before)
+    return executor
+
+
+def _cores(process: int) -> int:
+    """Return how many cores ``process`` (0: this one) may run on; 0 if that cannot be told of another one."""
+    try:
+        return len(os.sched_getaffinity(process))
+    except (AttributeError, OSError):  # no Linux, or a launcher that we cannot see
+        return 0 if process else os.cpu_count() or 1
+
+
+# A child has the executor and not its thread.
+os.register_at_fork(after_in_child=_executors.clear)
