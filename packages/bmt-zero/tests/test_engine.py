@@ -88,6 +88,31 @@ def test_python_calls_do_not_grow_with_the_number_of_parameters(level: int) -> N
     assert many == few
 
 
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers with a bias, which backward has none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "addmm"
+        return func(*args, **(kwargs or {}))
+
+
+def recomputed_products(level: int) -> int:
+    block = Block(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), True, level)
+    loss = block(torch.ones(2, 4)).sum()
+    with Products() as products:
+        loss.backward()
+    return products.count
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_the_last_product_of_a_block_is_not_recomputed(level: int) -> None:
+    assert run_ranks(recomputed_products, 2, level) == [2] * 2
+
+
 class Copies(TorchDispatchMode):
     """Counts the elements that copies, casts and concatenations write."""
 
