@@ -361,3 +361,20 @@ def sparse_outside() -> list[Any]:
 
 def test_sparse_gradients_outside_of_blocks_are_reduced_dense() -> None:
     assert run_ranks(sparse_outside, 2) == [[0.0, 8.0, 0.0, 0.0, 4.0]] * 2
+
+
+def input_modified_after_the_block() -> str:
+    block = Block(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), use_checkpoint=True)
+    x = torch.ones(3, 2)
+    out = block(x).sum()
+    x.mul_(2)
+    try:
+        out.backward()
+    except BmtError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_input_that_was_modified_is_not_recomputed_from() -> None:
+    for message in run_ranks(input_modified_after_the_block, 2):
+        assert "An input of a block was modified in place" in message
