@@ -143,7 +143,6 @@ def test_a_healthy_end_finalizes_and_destroys(fakes: Fakes) -> None:
     x = torch.zeros(4)
     for group in groups:
         group.all_reduce(x.data_ptr(), 4, FLOAT32, SUM, 0)
-    fakes["in_progress"] = 3  # finalizing takes a while
     assert made.close(10.0) and made.is_closed
     assert (fakes["finalized"], fakes["destroyed"], fakes["aborted"], fakes["events"]) == (2, 2, 0, 0)
     with pytest.raises(NcclError, match=r"closed"):
@@ -160,23 +159,55 @@ def test_the_end_does_not_wait_for_ever_for_what_others_have_left(fakes: Fakes) 
     assert (fakes["destroyed"], fakes["aborted"], fakes["events"]) == (0, 1, 0)
 
 
-def test_connecting_in_the_background_is_waited_for(fakes: Fakes, engine: Any) -> None:
-    fakes["in_progress"] = 5
+def test_connecting_is_waited_for(fakes: Fakes, engine: Any) -> None:
     group = fakes.communicator(engine)
-    assert fakes["in_progress"] == 0
-    fakes["in_progress"] = 5
+    fakes["blocks"] = 1
+    threading.Timer(SHORT, lambda: fakes.__setitem__("blocks", 0)).start()
     group.exchange([], [(BUFFER.data_ptr(), 4, 0)], 0)
-    assert fakes["in_progress"] == 0 and fakes["recorded"] == 1
+    assert fakes["blocks"] == 0 and fakes["recorded"] == 1
 
 
-def test_members_that_never_join_are_an_error_and_the_communicator_is_aborted(fakes: Fakes) -> None:
+def test_members_that_never_connect_are_an_error_for_whoever_waits_for_them(fakes: Fakes) -> None:
     made = fakes.engine(timeout=SHORT)
-    fakes["in_progress"] = -1
+    group = fakes.communicator(made)
+    fakes["blocks"] = 1
+    with pytest.raises(
+        NcclError, match=r"^send of 16 bytes to rank 4 on rank 6 in the group of ranks .* could not begin within 0.2 s"
+    ):
+        group.exchange([(BUFFER.data_ptr(), BUFFER.nbytes, 0)], [], 0)
+    assert fakes["aborted"] == 1 and fakes["recorded"] == 0
+    made.close(0.0)
+
+
+def test_members_that_never_join_are_an_error_and_a_communicator_that_comes_late_is_aborted(fakes: Fakes) -> None:
+    made = fakes.engine(timeout=SHORT)
+    fakes["blocks"] = 1
     with pytest.raises(
         NcclError, match=r"joining on rank 6 in the group of ranks \(4, 6, 9\) could not begin within 0.2 s"
     ):
         fakes.communicator(made)
-    assert fakes["aborted"] == 1
+    assert fakes["aborted"] == 0
+    fakes["blocks"] = 0
+    wait_until(lambda: fakes["aborted"] == 1)
+    made.close(0.0)
+
+
+def test_joining_is_given_up_when_the_run_fails_elsewhere(fakes: Fakes) -> None:
+    made = fakes.engine()
+    fakes["blocks"] = 1
+    threading.Timer(SHORT, lambda: made.fail("no more")).start()
+    with pytest.raises(NcclError, match=r"^no more$"):
+        fakes.communicator(made)
+    fakes["blocks"] = 0
+    wait_until(lambda: fakes["aborted"] == 1)
+    made.close(0.0)
+
+
+def test_an_error_while_joining_is_raised(fakes: Fakes) -> None:
+    made = fakes.engine()
+    fakes["result"] = 6
+    with pytest.raises(NcclError, match=r"^joining on rank 6 .* failed: remote process exited \(cable unplugged\)"):
+        fakes.communicator(made)
     made.close(0.0)
 
 

@@ -19,8 +19,9 @@ struct Config {
     std::size_t size = sizeof(Config);
     unsigned magic = 0xcafebeef;
     unsigned version = 21800;
-    int blocking = INT_MIN;  // INT_MIN and nullptr: as the library thinks best
-    int cga_cluster_size = INT_MIN;
+    // Where it does not block, NCCL starts a thread for each call: 150 us instead of 25.
+    int blocking = 1;
+    int cga_cluster_size = INT_MIN;  // INT_MIN and nullptr: as the library thinks best
     int min_ctas = INT_MIN;
     int max_ctas = INT_MIN;
     const char* net_name = nullptr;
@@ -33,7 +34,7 @@ constexpr int newest_version = 29999;  // 2.99.99
 using Comm = void*;
 using Stream = void*;
 
-enum Result : int { success = 0, in_progress = 7 };
+enum Result : int { success = 0 };
 
 extern "C" {
 

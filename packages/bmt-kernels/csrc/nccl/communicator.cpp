@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <condition_variable>
 #include <cstdio>
 #include <thread>
 
@@ -9,9 +10,8 @@ namespace bmt::nccl {
 namespace {
 
 // How long whoever is inside NCCL may stay there before it is aborted under its feet, which is better than to hang.
-constexpr Seconds patience_with_host{5.0};
-constexpr auto shortest_nap = std::chrono::microseconds(20);
-constexpr auto longest_nap = std::chrono::milliseconds(2);
+constexpr Seconds patience_with_host{1.0};
+constexpr auto glance = std::chrono::milliseconds(20);
 
 const void* readable(std::uintptr_t address) { return reinterpret_cast<const void*>(address); }
 void* writable(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
@@ -31,15 +31,64 @@ std::string written(Seconds seconds) {
 // The results of several calls, of which the first bad one counts.
 class Several {
    public:
-    void add(Result result) {
-        if (first_bad_ == success && result != in_progress) {
-            first_bad_ = result;
-        }
-    }
+    void add(Result result) { first_bad_ = first_bad_ == success ? result : first_bad_; }
     Result and_then(Result last) const { return first_bad_ == success ? last : first_bad_; }
 
    private:
     Result first_bad_ = success;
+};
+
+// Joining blocks until all members have come, and cannot be broken off. So a thread of its own does it, which is left behind when
+// it takes too long, and aborts what it gets if it ever gets it.
+class Joining {
+   public:
+    static std::shared_ptr<Joining> begun(const std::shared_ptr<Core>& core, const UniqueId& id, int size, int rank) {
+        auto joining = std::make_shared<Joining>();
+        std::thread([=] { joining->run(*core, id, size, rank); }).detach();
+        return joining;
+    }
+
+    // Returns whether it is over by then, or when the run fails.
+    bool is_over_by(Clock::time_point deadline, const State& state) {
+        std::unique_lock lock(mutex_);
+        while (!is_over_ && !state.failed() && Clock::now() < deadline) {
+            over_.wait_for(lock, glance);
+        }
+        is_given_up_ = !is_over_;
+        return is_over_;
+    }
+
+    Result result = success;
+    Comm comm = nullptr;
+    std::string problem;  // what went wrong before NCCL was asked
+
+   private:
+    void run(const Core& core, const UniqueId& id, int size, int rank) {
+        try {
+            const Current current(core.device);
+            Config config;
+            result = core.library.api.comm_init_rank_config(&comm, size, id, rank, &config);
+            if (!is_wanted() && comm != nullptr) {
+                core.library.api.comm_abort(comm);
+            }
+        } catch (const std::exception& error) {
+            problem = error.what();
+            (void)is_wanted();
+        }
+    }
+
+    // Says that it is over, and returns whether anybody still waits for it.
+    bool is_wanted() {
+        const std::lock_guard lock(mutex_);
+        is_over_ = true;
+        over_.notify_all();
+        return !is_given_up_;
+    }
+
+    std::mutex mutex_;
+    std::condition_variable over_;
+    bool is_over_ = false;
+    bool is_given_up_ = false;
 };
 
 }  // namespace
@@ -47,21 +96,18 @@ class Several {
 Communicator::Communicator(std::shared_ptr<Core> core, const UniqueId& id, std::vector<int> ranks, int rank)
     : core_(std::move(core)), ranks_(std::move(ranks)), rank_(rank), idle_since_(Clock::now()) {
     core_->state.check();
-    const Current current(core_->device);
-    Config config;
-    config.blocking = 0;  // or a member that never joins could not be given up
-    Comm comm = nullptr;
-    const Api& api = core_->library.api;
-    const Result result = api.comm_init_rank_config(&comm, static_cast<int>(ranks_.size()), id, rank_, &config);
-    try {
-        fail_unless_settled(result, comm, "joining");
-    } catch (...) {
-        if (comm != nullptr) {
-            api.comm_abort(comm);
-        }
-        throw;
+    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(core_->timeout);
+    const auto joining = Joining::begun(core_, id, static_cast<int>(ranks_.size()), rank_);
+    if (!joining->is_over_by(deadline, core_->state)) {
+        core_->state.check();
+        fail("joining " + where() + late(" could not begin"));
     }
-    comm_ = comm;
+    if (!joining->problem.empty() || joining->result != success) {
+        const bool was_asked = joining->problem.empty();
+        fail("joining " + where() + " failed: " +
+             (was_asked ? core_->library.describe(joining->result, joining->comm) : joining->problem));
+    }
+    comm_ = joining->comm;
 }
 
 void Communicator::all_gather(std::uintptr_t input, std::uintptr_t output, std::size_t bytes, std::uintptr_t stream) {
@@ -140,43 +186,24 @@ void Communicator::issue(const Call& call, std::uintptr_t stream, const Enqueue&
         core_->state.check();
         throw Failed("this NCCL communicator is closed");
     }
+    is_starting(call);
     const Result result = enqueue(core_->library.api, comm);
+    has_started();
     if (result != success) {
-        fail_unless_settled(result, comm, described(call));
+        core_->state.check();
+        fail(described(call) + " " + where() + " failed: " + core_->library.describe(result, comm));
     }
     track(call, writable(stream));
 }
 
-Result Communicator::settled(Result result, Comm comm, Clock::time_point deadline) const {
-    std::chrono::microseconds nap = shortest_nap;
-    while (result == in_progress && Clock::now() < deadline) {
-        const Result asked = core_->library.api.comm_get_async_error(comm, &result);
-        if (asked != success) {
-            return asked;
-        }
-        if (result == in_progress) {
-            if (core_->state.failed()) {
-                return in_progress;
-            }
-            std::this_thread::sleep_for(nap);
-            nap = std::min<std::chrono::microseconds>(2 * nap, longest_nap);
-        }
-    }
-    return result;
+void Communicator::is_starting(const Call& call) {
+    const std::lock_guard lock(pending_mutex_);
+    starting_ = Pending{nullptr, call, Clock::now()};
 }
 
-void Communicator::fail_unless_settled(Result result, Comm comm, const std::string& what) {
-    const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(core_->timeout);
-    result = settled(result, comm, deadline);
-    if (result == success) {
-        return;
-    }
-    core_->state.check();
-    if (result == in_progress) {
-        fail(what + " " + where() + " could not begin within " + written(core_->timeout) +
-             ": another rank has left, hangs, or made other calls");
-    }
-    fail(what + " " + where() + " failed: " + core_->library.describe(result, comm));
+void Communicator::has_started() {
+    const std::lock_guard lock(pending_mutex_);
+    starting_.reset();
 }
 
 void Communicator::track(const Call& call, Stream stream) {
@@ -225,14 +252,15 @@ std::string Communicator::examine() {
                        core_->device.name_of(status);
             }
             if (now - std::max(oldest.issued, idle_since_) > core_->timeout) {
-                return described(oldest.call) + " " + where() + " has not finished within " + written(core_->timeout) +
-                       ": another rank has left, hangs, or made other calls";
+                return described(oldest.call) + " " + where() + late(" has not finished");
             }
+        } else if (starting_ && now - starting_->issued > core_->timeout) {
+            return described(starting_->call) + " " + where() + late(" could not begin");
         }
     }
     Result result = success;
     const Result asked = core_->library.api.comm_get_async_error(comm, &result);
-    if (asked != success || (result != success && result != in_progress)) {
+    if (asked != success || result != success) {
         return "NCCL failed " + where() + ": " + core_->library.describe(asked != success ? asked : result, comm);
     }
     return {};
@@ -253,7 +281,7 @@ void Communicator::abort() {
     }
 }
 
-void Communicator::finish(Clock::time_point deadline) {
+void Communicator::finish() {
     const Current current(core_->device);
     const std::lock_guard lock(mutex_);
     const Comm comm = comm_.exchange(nullptr);
@@ -261,7 +289,7 @@ void Communicator::finish(Clock::time_point deadline) {
         return;
     }
     const Api& api = core_->library.api;
-    if (settled(api.comm_finalize(comm), comm, deadline) == success) {
+    if (api.comm_finalize(comm) == success) {
         api.comm_destroy(comm);
     } else {
         api.comm_abort(comm);
@@ -297,6 +325,10 @@ std::string Communicator::where() const {
     }
     return "on rank " + std::to_string(ranks_[static_cast<std::size_t>(rank_)]) + " in the group of ranks (" + members +
            ")";
+}
+
+std::string Communicator::late(const char* what) const {
+    return what + (" within " + written(core_->timeout)) + ": another rank has left, hangs, or made other calls";
 }
 
 void Communicator::fail(const std::string& message) {

@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -49,8 +50,8 @@ class Communicator {
     std::string examine();
     bool is_idle();
     void abort();
-    // Gives everything back in an orderly way; aborts what is not done by then.
-    void finish(Clock::time_point deadline);
+    // Gives everything back in an orderly way. Nothing may be under way.
+    void finish();
 
    private:
     struct Pending {
@@ -61,15 +62,16 @@ class Communicator {
 
     template <class Enqueue>
     void issue(const Call& call, std::uintptr_t stream, const Enqueue& enqueue);
-    // Waits while NCCL is `in_progress`: it connects to peers in the background when they are first needed.
-    Result settled(Result result, Comm comm, Clock::time_point deadline) const;
+    // NCCL connects to peers when they are first needed, and blocks meanwhile: `starting_` tells the watcher.
+    void is_starting(const Call& call);
+    void has_started();
     void track(const Call& call, Stream stream);
     void forget_events();
     void fail_unless_done(int status, const Call& call);
     std::string described(const Call& call) const;
     std::string where() const;
+    std::string late(const char* what) const;
     [[noreturn]] void fail(const std::string& message);
-    void fail_unless_settled(Result result, Comm comm, const std::string& what);
 
     const std::shared_ptr<Core> core_;
     const std::vector<int> ranks_;
@@ -78,6 +80,7 @@ class Communicator {
     std::atomic<Comm> comm_{nullptr};
     std::mutex pending_mutex_;
     std::deque<Pending> pending_;  // oldest first
+    std::optional<Pending> starting_;
     std::vector<Event> unused_;
     Clock::time_point idle_since_;  // when the operation before the oldest pending one was found finished
 };

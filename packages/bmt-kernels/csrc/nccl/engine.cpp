@@ -59,9 +59,9 @@ bool Engine::close(Seconds patience) {
     stop_watching();
     std::vector<std::function<void()>> tasks;
     for (const auto& communicator : communicators()) {
-        tasks.emplace_back([communicator, is_idle, deadline] {
+        tasks.emplace_back([communicator, is_idle] {
             if (is_idle) {
-                communicator->finish(deadline);
+                communicator->finish();
             } else {
                 communicator->abort();
             }

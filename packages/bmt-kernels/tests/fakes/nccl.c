@@ -16,14 +16,16 @@ typedef struct {
 } Config;
 typedef struct { int size, rank; } Comm;
 
-// How often ncclCommGetAsyncError still says "in progress" (negative: for ever), what it says then, and what calls return.
-int fake_in_progress = 0, fake_async_error = 0, fake_result = 0;
+// Whether calls block, as when another member does not come; what ncclCommGetAsyncError says; what calls return.
+volatile int fake_blocks = 0, fake_async_error = 0, fake_result = 0;
 int fake_microseconds = 0;  // that a reduction takes on the host
-int fake_finalized = 0, fake_destroyed = 0, fake_aborted = 0, fake_depth = 0, fake_ungrouped = 0;
+volatile int fake_finalized = 0, fake_destroyed = 0, fake_aborted = 0, fake_depth = 0, fake_ungrouped = 0;
 
+// To abort any communicator ends what blocks.
 static int started(void) {
-    if (fake_result == 0 && fake_in_progress != 0) return 7;
-    return fake_result;
+    const int before = fake_aborted;
+    while (fake_blocks && fake_aborted == before) usleep(1000);
+    return fake_aborted == before ? fake_result : 3;
 }
 
 #ifndef FAKE_VERSION
@@ -41,7 +43,7 @@ int ncclGetUniqueId(Id* id) {
 int ncclCommInitRankConfig(Comm** comm, int size, Id id, int rank, Config* config) {
     for (int i = 1; i < 128; ++i)
         if ((char)(id.bytes[i] ^ id.bytes[0]) != (char)i) return 4;
-    if (config->size != sizeof(Config) || config->magic != 0xcafebeef || config->blocking != 0) return 4;
+    if (config->size != sizeof(Config) || config->magic != 0xcafebeef || config->blocking != 1) return 4;
     *comm = malloc(sizeof(Comm));
     **comm = (Comm){size, rank};
     return started();
@@ -51,8 +53,7 @@ int ncclCommDestroy(Comm* comm) { free(comm); ++fake_destroyed; return 0; }
 int ncclCommAbort(Comm* comm) { free(comm); ++fake_aborted; return 0; }
 int ncclCommGetAsyncError(Comm* comm, int* error) {
     (void)comm;
-    *error = fake_in_progress != 0 ? 7 : fake_async_error;
-    if (fake_in_progress > 0) --fake_in_progress;
+    *error = fake_async_error;
     return 0;
 }
 const char* ncclGetErrorString(int result) { return result == 6 ? "remote process exited" : "some error"; }
