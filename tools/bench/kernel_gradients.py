@@ -19,12 +19,12 @@ Operation = Callable[[Kernels, Sequence[torch.Tensor]], None]
 def gradient_cases(
     provider: CompiledKernels, device: torch.device, elements: int, options: argparse.Namespace
 ) -> Iterator[list[Case]]:
-    """Yield the cases of each operation, on float32 and on bfloat16 tensors."""
+    """Yield the cases of each operation, on float32 and on bfloat16 tensors, beside a copy of as many elements of that dtype."""
     kernels = Kernels(provider)
     wide = [torch.randn(elements // _TENSORS, device=device) for _ in range(_TENSORS)]
     narrow = [tensor.bfloat16() for tensor in wide]
     both = (("float32", wide), ("bf16", narrow))
-    copy = copy_case(device, elements)
+    copies = {dtype: copy_case(device, elements, tensors[0].dtype) for dtype, tensors in both}
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
     ones = [1.0] * _TENSORS
     factor = torch.ones(1, device=device)
@@ -39,15 +39,16 @@ def gradient_cases(
         using.scale_(tensors, factor)
 
     for name, operation, passes in (("non-finite", check, 1), ("norm", norm, 1), ("scale", scale, 2)):
-        cases = [copy]
         for dtype, tensors in both:
             moved = passes * sum(tensor.nbytes for tensor in tensors)
-            for who, using in (("bmt", kernels), ("reference", REFERENCE)):
-                cases.append(Case(f"{name}, {dtype}, {who}", _bound(operation, using, tensors), moved))
-        yield cases
+            yield [
+                copies[dtype],
+                Case(f"{name}, {dtype}, bmt", _bound(operation, kernels, tensors), moved),
+                Case(f"{name}, {dtype}, reference", _bound(operation, REFERENCE, tensors), moved),
+            ]
     moved = sum(a.nbytes + b.nbytes for a, b in zip(wide, narrow, strict=True))
     yield [
-        copy,
+        copies["float32"],
         Case("float32 to bf16, torch", lambda: torch._foreach_copy_(narrow, wide), moved, is_peer=True),
         Case("float32 to bf16, bmt", lambda: cast(wide, narrow), moved),
         Case("bf16 to float32, torch", lambda: torch._foreach_copy_(wide, narrow), moved),

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 COPY = "copy of memory"
-# More than the caches of a GPU hold, so that no case finds there what the one before has left.
+# More than the caches of a GPU hold, so that no case finds there what the one before has left. It is read: what was written would
+# be written back while the case runs.
 _FLUSH_BYTES = 1 << 28
 # Cycles that a GPU is kept busy for, while the host launches what is timed.
 _HEAD_START = 2_000_000
@@ -55,11 +56,11 @@ class Result:
         return {**asdict(self), "bandwidth": self.bandwidth}
 
 
-def copy_case(device: torch.device, elements: int) -> Case:
-    """A copy of float32 numbers, the yardstick for what moves memory."""
-    source = torch.ones(elements, device=device)
+def copy_case(device: torch.device, elements: int, dtype: torch.dtype = torch.float32) -> Case:
+    """Return the copy of ``elements`` to compare with: what the memory gives to whoever only moves."""
+    source = torch.ones(elements, dtype=dtype, device=device)
     target = torch.zeros_like(source)
-    return Case(COPY, lambda: target.copy_(source), moved=8 * elements)
+    return Case(COPY, lambda: target.copy_(source), moved=2 * source.nbytes)
 
 
 def measure(cases: Sequence[Case], device: torch.device, rounds: int) -> list[Result]:
@@ -112,9 +113,9 @@ def _time_on_cpu(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _time_on_gpu(run: Callable[[], object], device: torch.device) -> float:
-    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    flushed = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    flushed.zero_()
+    flushed.amax()
     torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
     start.record()
     run()

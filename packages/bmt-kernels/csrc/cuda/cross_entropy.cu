@@ -210,7 +210,10 @@ __global__ void backward_kernel(Logits logits, Targets targets, BackwardFactors 
     }
 }
 
-unsigned threads_for(std::int64_t classes) { return classes >= 16384 ? 512 : classes >= 2048 ? 256 : 128; }
+// To read only, many small blocks are best: while some combine their sums, others load.
+constexpr unsigned forward_threads = 128;
+
+unsigned backward_threads(std::int64_t classes) { return classes >= 16384 ? 512 : classes >= 2048 ? 256 : 128; }
 
 unsigned blocks_for(const Logits& logits) {
     if (logits.rows > 0x7fffffff) {
@@ -224,7 +227,7 @@ void forward_of(const Logits& logits, const Targets& targets, const float* weigh
                 const Where& where) {
     const OnDevice device(where, "cross_entropy_forward");
     auto* kernel = result.log_prob_sum == nullptr ? forward_kernel<T, false> : forward_kernel<T, true>;
-    kernel<<<blocks_for(logits), threads_for(logits.classes), 0, stream_of(where)>>>(logits, targets, weight, result);
+    kernel<<<blocks_for(logits), forward_threads, 0, stream_of(where)>>>(logits, targets, weight, result);
     device.launched();
 }
 
@@ -233,8 +236,8 @@ void backward_of(const Logits& logits, const Targets& targets, const BackwardFac
                  const Gradient& gradient, const Where& where) {
     const OnDevice device(where, "cross_entropy_backward");
     auto* kernel = factors.spread == nullptr ? backward_kernel<T, false> : backward_kernel<T, true>;
-    kernel<<<blocks_for(logits), threads_for(logits.classes), 0, stream_of(where)>>>(logits, targets, factors, weight,
-                                                                                     gradient);
+    kernel<<<blocks_for(logits), backward_threads(logits.classes), 0, stream_of(where)>>>(logits, targets, factors,
+                                                                                          weight, gradient);
     device.launched();
 }
 

@@ -10,11 +10,12 @@ namespace bmt {
 namespace {
 
 constexpr int threads = 256;
-constexpr std::size_t chunk = 8192;
-constexpr std::size_t sum_chunk = 32768;  // of a sum, which has more to do at the end of each
-constexpr int sum_blocks = 1024;
+constexpr std::size_t chunk = 16384;
+constexpr int sum_blocks = 768;  // about as many as run at once
 
 using TensorTable = Table<Tensor, 512>;
+
+const auto as_it_is = [](const Tensor& tensor) { return tensor; };
 
 // The part of a tensor that a block works on.
 struct Part {
@@ -28,7 +29,7 @@ struct Part {
     }
 };
 
-__device__ Part part_of(const TensorTable& table, std::uint32_t index, std::size_t chunk) {
+__device__ Part part_of(const TensorTable& table, std::uint32_t index) {
     const int entry = table.entry_of(index);
     const Tensor* tensor = &table.entries[entry];
     const std::size_t begin = (index - table.first_chunk[entry]) * chunk;
@@ -47,7 +48,7 @@ __device__ void for_packs(T* start, std::int64_t count, const Work& work) {
     if (thread < head) {
         work(start + thread, std::integral_constant<int, 1>());
     }
-#pragma unroll 4
+#pragma unroll 8
     for (std::int64_t i = thread; i < packs; i += threads) {
         work(start + head + i * size, std::integral_constant<int, size>());
     }
@@ -76,7 +77,7 @@ __device__ bool is_non_finite(BFloat16 x) { return (x.bits & 0x7f80u) == 0x7f80u
 
 __global__ void __launch_bounds__(threads)
     non_finite_kernel(const __grid_constant__ TensorTable table, std::uint8_t* flag) {
-    const Part part = part_of(table, blockIdx.x, chunk);
+    const Part part = part_of(table, blockIdx.x);
     bool found = false;
     in_type(part, [&](auto* start) {
         for_packs(start, part.count, [&](const auto* at, auto size) {
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(threads) partial_sums_kernel(const __grid_cons
                                                                std::uint32_t chunks, bool is_first, double* partial) {
     Sum<kind> total{0};
     for (std::uint32_t index = blockIdx.x; index < chunks; index += sum_blocks) {
-        const Part part = part_of(table, index, sum_chunk);
+        const Part part = part_of(table, index);
         double of_part = 0;
         in_type(part, [&](auto* start) {
             decltype(to_real(*start)) sum = 0;
@@ -172,7 +173,7 @@ void powers_sum_of(const std::vector<Tensor>& tensors, double p, float* result, 
     const OnDevice device(where, "powers_sum");
     bool is_first = true;
     for_tables<TensorTable>(
-        tensors, sum_chunk, [](const Tensor& tensor) { return tensor; },
+        tensors, chunk, as_it_is,
         [&](const TensorTable& table, unsigned chunks) {
             partial_sums_kernel<kind>
                 <<<sum_blocks, threads, 0, stream_of(where)>>>(table, p, chunks, is_first, workspace);
@@ -194,7 +195,7 @@ __device__ BFloat16 scaled(BFloat16 x, float factor) { return from_float<BFloat1
 
 __global__ void __launch_bounds__(threads)
     scale_kernel(const __grid_constant__ TensorTable table, const float* factor_at) {
-    const Part part = part_of(table, blockIdx.x, chunk);
+    const Part part = part_of(table, blockIdx.x);
     const float factor = *factor_at;
     in_type(part, [&](auto* start) {
         for_packs(start, part.count, [&](auto* at, auto size) {
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(threads)
     if (!is_set(flag)) {
         return;
     }
-    const Part part = part_of(table, blockIdx.x, chunk);
+    const Part part = part_of(table, blockIdx.x);
     in_type(part, [&](auto* start) {
         for_packs(start, part.count, [&](auto* at, auto size) {
             using Element = std::remove_reference_t<decltype(*at)>;
@@ -220,8 +221,6 @@ __global__ void __launch_bounds__(threads)
         });
     });
 }
-
-const auto as_it_is = [](const Tensor& tensor) { return tensor; };
 
 }  // namespace
 
