@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import mmap
 import pickle
 import threading
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from offloaded import Offload
 from sharded_adam import give_gradients, parameters
 
-from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create, host_worker
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create, host_memory, host_worker
 from bmt_optim.host_memory import HostMemory
 
 CPU = torch.device("cpu")
@@ -281,6 +282,25 @@ def test_the_worker_is_one_thread_that_uses_the_threads_of_its_rank(monkeypatch:
     assert torch.get_num_threads() == before
     monkeypatch.delenv(host_worker.VARIABLE)
     assert host_worker.number_of_threads() >= 1
+
+
+def test_host_memory_of_a_device_is_locked_to_the_byte_and_outlives_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+    monkeypatch.setattr(host_memory, "_lock", lambda memory, device: locked.append((memory.data_ptr(), memory.nbytes)))
+    monkeypatch.setattr(
+        host_memory, "_unlock", lambda memory, device: locked.remove((memory.data_ptr(), memory.nbytes))
+    )
+    memory = HostMemory([(300_001, torch.float32), (1 << 20, torch.bfloat16)], torch.device("cuda", 0))
+    tensors = memory.tensors
+    assert locked == [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    for tensor in tensors:
+        # Who asks whether memory is locked asks for where its storage begins; who saves it saves its storage.
+        storage = tensor.untyped_storage()
+        assert (storage.data_ptr(), storage.nbytes()) == (tensor.data_ptr(), tensor.nbytes)
+        assert tensor.data_ptr() % mmap.PAGESIZE == 0 and not tensor.any()
+    del memory
+    assert not locked
+    assert all(bool((tensor.fill_(2) == 2).all()) for tensor in tensors)
 
 
 def test_host_memory_is_cleared_and_its_pieces_are_apart() -> None:
