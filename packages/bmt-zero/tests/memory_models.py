@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from meta_models import MemoryMeter
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bmt_core.runtime import current
 from bmt_zero import Block, TransformerBlockList
@@ -29,10 +30,20 @@ class Layer(nn.Module):
         return out
 
 
-def blocks(level: int, use_checkpoint: bool, dtype: torch.dtype = torch.float32) -> TransformerBlockList:
+def blocks(
+    level: int, use_checkpoint: bool, dtype: torch.dtype = torch.float32, kind: type[Layer] = Layer
+) -> TransformerBlockList:
     torch.manual_seed(1)
-    layers = [Layer().to(current().device, dtype) for _ in range(BLOCKS)]
+    layers = [kind().to(current().device, dtype) for _ in range(BLOCKS)]
     return TransformerBlockList([Block(layer, use_checkpoint, level) for layer in layers])
+
+
+class InParts(Layer):
+    """A part of it is called again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return out
 
 
 def step(model: nn.Module) -> None:
@@ -105,16 +116,27 @@ def _present(meter: MemoryMeter) -> tuple[int, ...]:
 
 def objects_left(level: int, use_checkpoint: bool) -> int:
     """How many objects more there are after 60 steps than after ten, without the garbage collector."""
-    model = blocks(level, use_checkpoint)
+    return _left(blocks(level, use_checkpoint), ())
+
+
+def objects_of_ours_left(use_checkpoint: bool) -> int:
+    """The same of tensors and objects of ours, where torch's checkpoint leaves functions behind."""
+    return _left(blocks(3, use_checkpoint, kind=InParts), ("torch", "bmt"))
+
+
+def _left(model: nn.Module, modules: tuple[str, ...]) -> int:
+    def count() -> int:
+        return len([o for o in gc.get_objects() if not modules or str(type(o).__module__).startswith(modules)])
+
     for _ in range(10):
         step(model)
     gc.collect()
     gc.disable()
     try:
-        before = len(gc.get_objects())
+        before = count()
         for _ in range(50):
             step(model)
-        return len(gc.get_objects()) - before
+        return count() - before
     finally:
         gc.enable()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from memory_models import grown, objects_left, steps_without_synchronising, transient
+from memory_models import grown, objects_left, objects_of_ours_left, steps_without_synchronising, transient
 
 from bmt_core.testing import run_ranks
 
@@ -37,6 +37,12 @@ def test_a_hundred_steps_leave_nothing_behind(level: int, use_checkpoint: bool) 
 def test_nothing_is_left_to_the_garbage_collector(level: int, use_checkpoint: bool) -> None:
     for left in run_ranks(objects_left, 2, level, use_checkpoint):
         assert left < 50  # less than one object per step
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_nothing_is_left_of_parts_that_backward_called_again(use_checkpoint: bool) -> None:
+    for left in run_ranks(objects_of_ours_left, 2, use_checkpoint):
+        assert left < 50
 
 
 @pytest.mark.gpu

@@ -30,7 +30,7 @@ class Block(nn.Module):
     place; plain ``nn.Parameter`` are accepted. In forward they read as whole tensors.
 
     ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the random numbers of
-    forward. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and
+    forward; without it, parts of the module may use ``torch.utils.checkpoint`` themselves. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and
     optimizer state and gathers once after each optimizer step; 2 gathers in forward and keeps until backward ends; 3
     frees after forward and gathers again in backward. ``initialized``: the values are final, :func:`init_parameters`
     leaves them. ``reduce_dtype``: how gradients are summed over ranks, see :func:`init_distributed`.
@@ -147,11 +147,13 @@ class Block(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Whole tensors by the inner module's names. Collective."""
+        self._bmt_block.put_parameters()
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         if not keep_vars:
             for key in [key for key in result if key.startswith(prefix)]:
                 if isinstance(result[key], torch.Tensor):
                     result[key] = whole_value(result[key])
+        self._bmt_block.settle()
         return result
 
     def _load_from_state_dict(

@@ -21,6 +21,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from bmt_zero.placement import is_called_again
+
 if TYPE_CHECKING:
     from bmt_zero.state import BlockState
     from bmt_zero.use import Use
@@ -48,8 +50,12 @@ class DirectLinear:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         state = self._state()
         use = None if state is None else state.use
-        if use is None or not _is_plain(input, weight, bias):
+        if use is not None and not use.is_called_again:
+            use.is_called_again = is_called_again(use.hooks)
+        if not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
+        if use is None:  # called again by backward: what it saves must be what forward saved
+            return _Linear.apply(input, weight, bias, self, None)  # type: ignore[no-any-return, no-untyped-call]
         recomputation = None if use.recomputation is None else use.recomputation()
         before = 0 if recomputation is None else recomputation.before_layer(input)
         output: torch.Tensor = _Linear.apply(input, weight, bias, self, use)  # type: ignore[no-untyped-call]
@@ -63,7 +69,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: DirectLinear, use: Use
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: DirectLinear,
+        use: Use | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.weight, ctx.layer, ctx.use = weight, layer, use
@@ -73,7 +84,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.use.begin_backward()  # a side door, see bmt_zero.saved, may have come first
+        if ctx.use is not None:
+            ctx.use.begin_backward()  # a side door, see bmt_zero.saved, may have come first
         (input,), weight = ctx.saved_tensors, ctx.weight
         grad = grads[0].reshape(-1, weight.shape[0])
         for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
@@ -115,9 +127,9 @@ class _BiasGradient:
         place += self._grad.sum(0)
 
 
-def _written(use: Use, place: Place, gradient: _WeightGradient | _BiasGradient) -> torch.Tensor | None:
+def _written(use: Use | None, place: Place, gradient: _WeightGradient | _BiasGradient) -> torch.Tensor | None:
     """Write ``gradient`` where it is reduced from, or return it when autograd must see it."""
-    found = use.place_for_gradient(place.flat, place.index)
+    found = None if use is None else use.place_for_gradient(place.flat, place.index)
     if found is None:
         return gradient.made()
     where, is_there = found

@@ -24,6 +24,7 @@ from bmt_zero.engine import engine
 from bmt_zero.flat import FlatShard
 from bmt_zero.linear import direct_linears
 from bmt_zero.nested import map_tensors, tensors_in
+from bmt_zero.placement import Placement, WatchForParts, present_hooks
 from bmt_zero.recompute import Recomputation
 from bmt_zero.saved import saved_for_backward
 from bmt_zero.steps import watch_steps
@@ -63,6 +64,7 @@ class BlockState:
         self.running = False
         self.use: Use | None = None
         self.schedule = BlockUse()
+        self.is_called_again = False  # whether backward calls parts of the block: see bmt_zero.placement
         self.number = next(_numbers)
         self.following: int | None = None  # the block after this one in a list
         self.preceding: int | None = None  # the block whose forward ran before this one's
@@ -70,9 +72,11 @@ class BlockState:
         self._own: list[tuple[dict[str, Any], str, int]] = []
         self._foreign: list[Place] = []
         self._direct: list[Any] = []
+        self._placements: list[Placement] = []  # of uses whose backward runs, the last of which is in place
         self._buffers: list[dict[str, torch.Tensor | None]] = []
         self._leaf: torch.Tensor | None = None
         self._epoch = -1
+        self._is_watched = False  # whether a forward has shown if it is called again
         self._pin: Use | None = None
 
     def __reduce__(self) -> Any:
@@ -143,12 +147,46 @@ class BlockState:
         for flat in self.flats:
             flat.want(False)
 
+    def place(self, flats: list[FlatShard]) -> Placement:
+        """Put whole parameters, which are gathered, into the modules until :meth:`displace`."""
+        self._placements.append(Placement(flats, self._own))
+        self.settle()
+        return self._placements[-1]
+
+    def displace(self, placement: Placement) -> None:
+        """Undo :meth:`place`."""
+        self._placements = [other for other in self._placements if other is not placement]
+        if not self.running:
+            self._put_all()
+            self.settle()
+
+    def put_parameters(self) -> None:
+        """Put the parameters themselves into the modules, until :meth:`settle`, if others are there."""
+        if self._placements and not self.running:
+            self._put_all()
+
+    def settle(self) -> None:
+        """Put into the modules what belongs there outside of forward: whole parameters, if the block's backward runs."""
+        if self._placements and not self.running:  # forward settles when it ends
+            self._placements[-1].put()
+            for attributes, forward in self._direct:
+                attributes["forward"] = forward
+
+    def _put_all(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._placements = []  # left over by a backward pass that failed
+        for holder, name, parameter in self._places:
+            holder[name] = parameter
+        for attributes, _ in self._direct:
+            attributes.pop("forward", None)
+
     def _in_place(self) -> bool:
         found = [holder.get(name) for holder, name, _ in self._places]
         return not any(map(operator.is_not, found, [parameter for _, _, parameter in self._places]))
 
     def _take_over(self, block: nn.Module) -> None:
         self._epoch = structure_epoch()
+        self._is_watched, self.is_called_again = self.compile, False
         engine().prefetch.know(self)
         places = list(_places_of(block))
         wanted = list(dict.fromkeys(place.parameter for place in places))
@@ -174,6 +212,7 @@ class BlockState:
 
     def run(self, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the inner module with the full parameters in place. Collective."""
+        self.put_parameters()
         self.refresh(block)
         for flat in self.flats:
             flat.forget_cleared_gradients()
@@ -220,32 +259,37 @@ class BlockState:
         kwargs: dict[str, Any],
     ) -> Any:
         with self._substituted(use, fulls):
-            return call(*args, **kwargs)
+            if self._is_watched or not torch.is_grad_enabled():
+                return call(*args, **kwargs)
+            with WatchForParts(use):
+                outputs = call(*args, **kwargs)
+            self._is_watched, self.is_called_again = True, use.is_called_again
+            return outputs
 
     @contextmanager
     def _substituted(self, use: Use, fulls: list[torch.Tensor]) -> Iterator[None]:
         before, self.use = self.use, use
         was_running, self.running = self.running, True
         running.append(self.flats)
-        places, direct = self._places, self._direct
-        if was_running:  # recomputed by a backward pass inside of its own forward, which goes on
-            places = [place._replace(parameter=place.holder[place.name]) for place in places]
+        # Recomputed by a backward pass inside of its own forward, which goes on with what it has.
+        inside = [place._replace(parameter=place.holder[place.name]) for place in self._places] if was_running else []
         try:
             for holder, name, index in self._own:
                 holder[name] = fulls[index]
             for holder, name, parameter in self._foreign:
                 holder[name] = gather_once(parameter)
-            for attributes, forward in direct:
+            for attributes, forward in self._direct:
                 attributes["forward"] = forward
+            use.hooks = present_hooks()
             yield
         finally:
             running.remove(self.flats)
-            self.use, self.running = before, was_running
-            for holder, name, parameter in places:
+            self.use, self.running, use.hooks = before, was_running, None
+            for holder, name, parameter in inside:
                 holder[name] = parameter
             if not was_running:
-                for attributes, _ in direct:
-                    attributes.pop("forward", None)
+                self._put_all()
+                self.settle()
 
     def _leave(self, use: Use, token: torch.Tensor | None, inputs: Any, outputs: Any) -> Any:
         # A parameter that is returned must outlive the buffer.

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from bmt_core.gradient import accumulates
 from bmt_zero.engine import engine
 from bmt_zero.full_gradients import FullGradients
+from bmt_zero.placement import Placement
 
 if TYPE_CHECKING:
     from bmt_zero.flat import FlatShard
@@ -41,6 +42,11 @@ class Use:
         self.hook: RemovableHandle | None = None
         self.writes_directly = True
         self.recomputation: weakref.ref[Recomputation] | None = None
+        self.hooks: Any = None  # of autograd, where the block's forward began, while it runs
+        self.is_called_again = (
+            block.is_called_again
+        )  # whether backward calls parts of the block: see bmt_zero.placement
+        self._placement: Placement | None = None
         self._engine = engine()
         self._holds = False
         self._pass: int | None = None  # the backward pass in which the block's part has begun
@@ -90,6 +96,9 @@ class Use:
             )
         self._acquire(observe=False, is_backward=True)
         self._pass = this_pass
+        if self.is_called_again:
+            self._displace()
+            self._placement = self.block.place(self.flats)
 
     def call_at_end(self) -> None:
         """Have :meth:`end_pass` called when the backward pass under way is over."""
@@ -112,6 +121,7 @@ class Use:
 
     def let_go(self) -> None:
         """Stop holding the parameters; harmless when nothing is held."""
+        self._displace()
         if self._holds:
             self._holds = False
             for flat in self.flats:
@@ -139,6 +149,11 @@ class Use:
     def __del__(self) -> None:
         # The graph is gone without a backward: an output that nobody used, an exception.
         self.end()
+
+    def _displace(self) -> None:
+        if self._placement is not None:
+            placement, self._placement = self._placement, None
+            self.block.displace(placement)
 
     def _acquire(self, *, observe: bool, is_backward: bool) -> None:
         was_held = self._holds
@@ -169,6 +184,8 @@ class Use:
 
     def _reduce(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, is_plain: bool) -> list[Any]:
         results: list[torch.Tensor | None] = []
+        if self._placement is not None:
+            grads = self._placement.add_to(grads)
         position = 0
         for number, flat in enumerate(self.flats):
             own = slice(position, position + len(flat.parameters))
