@@ -172,14 +172,11 @@ template <Power kind>
 void powers_sum_of(const std::vector<Tensor>& tensors, double p, float* result, double* workspace, const Where& where) {
     const OnDevice device(where, "powers_sum");
     bool is_first = true;
-    for_tables<TensorTable>(
-        tensors, chunk, as_it_is,
-        [&](const TensorTable& table, unsigned chunks) {
-            partial_sums_kernel<kind>
-                <<<sum_blocks, threads, 0, stream_of(where)>>>(table, p, chunks, is_first, workspace);
-            device.launched();
-            is_first = false;
-        });
+    for_tables<TensorTable>(tensors, chunk, as_it_is, [&](const TensorTable& table, unsigned chunks) {
+        partial_sums_kernel<kind><<<sum_blocks, threads, 0, stream_of(where)>>>(table, p, chunks, is_first, workspace);
+        device.launched();
+        is_first = false;
+    });
     if (is_first) {
         check(cudaMemsetAsync(result, 0, sizeof(float), stream_of(where)), "powers_sum");
         return;

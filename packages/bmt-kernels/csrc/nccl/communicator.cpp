@@ -104,8 +104,8 @@ Communicator::Communicator(std::shared_ptr<Core> core, const UniqueId& id, std::
     }
     if (!joining->problem.empty() || joining->result != success) {
         const bool was_asked = joining->problem.empty();
-        fail("joining " + where() + " failed: " +
-             (was_asked ? core_->library.describe(joining->result, joining->comm) : joining->problem));
+        fail("joining " + where() +
+             " failed: " + (was_asked ? core_->library.describe(joining->result, joining->comm) : joining->problem));
     }
     comm_ = joining->comm;
 }

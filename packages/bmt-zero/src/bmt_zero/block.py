@@ -30,10 +30,11 @@ class Block(nn.Module):
     place; plain ``nn.Parameter`` are accepted. In forward they read as whole tensors.
 
     ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the random numbers of
-    forward; without it, parts of the module may use ``torch.utils.checkpoint`` themselves. ``zero_level`` (default: that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and
-    optimizer state and gathers once after each optimizer step; 2 gathers in forward and keeps until backward ends; 3
-    frees after forward and gathers again in backward. ``initialized``: the values are final, :func:`init_parameters`
-    leaves them. ``reduce_dtype``: how gradients are summed over ranks, see :func:`init_distributed`.
+    forward; without it, parts of the module may use ``torch.utils.checkpoint`` themselves. ``zero_level`` (default:
+    that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and optimizer state and gathers once
+    after each optimizer step; 2 gathers in forward and keeps until backward ends; 3 frees after forward and gathers
+    again in backward. ``initialized``: the values are final, :func:`init_parameters` leaves them. ``reduce_dtype``: how
+    gradients are summed over ranks, see :func:`init_distributed`.
     ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share what was compiled.
     ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks only.
 
