@@ -378,3 +378,20 @@ def input_modified_after_the_block() -> str:
 def test_an_input_that_was_modified_is_not_recomputed_from() -> None:
     for message in run_ranks(input_modified_after_the_block, 2):
         assert "An input of a block was modified in place" in message
+
+
+def limited() -> list[str]:
+    found = []
+    for wrap, kind in ((Block, nn.Embedding), (BMTrainModelWrapper, nn.EmbeddingBag)):
+        model = nn.Sequential(kind(4, 2, max_norm=1.0), nn.Linear(2, 2))
+        with pytest.raises(ConfigError) as caught:
+            wrap(model)
+        assert type(model) is nn.Sequential and type(model[1].weight) is nn.Parameter  # nothing has changed
+        found.append(str(caught.value))
+    return found
+
+
+def test_modules_that_write_their_parameters_in_forward_are_refused() -> None:
+    ((one, other),) = run_ranks(limited, 1)
+    assert "0 is an nn.Embedding with max_norm=1.0, which shortens rows" in one
+    assert "0 is an nn.EmbeddingBag with max_norm=1.0" in other and "Set max_norm to None" in other

@@ -78,6 +78,21 @@ def refuse_assign(metadata: dict[str, Any]) -> None:
         )
 
 
+def refuse_writing_forward(root: nn.Module) -> None:
+    """Raise :class:`ConfigError` if ``root`` holds a module of torch's that writes its parameters in its forward.
+
+    It would write the gathered copy, which nobody keeps.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            kind = type(module).__name__
+            raise ConfigError(
+                f"{name or kind} is an nn.{kind} with max_norm={module.max_norm}, which shortens rows of its weight in forward;"
+                " of a sharded weight that would be lost. Set max_norm to None, and limit the rows after the optimizer's"
+                " step if you need it."
+            )
+
+
 def whole_value(value: torch.Tensor) -> torch.Tensor:
     """Return what a state dict holds for ``value``: a distributed parameter gathered (collective), others detached."""
     if not isinstance(value, DistributedParameter):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bmt_core.blank import is_watched, place_buffers, require_values, watch_for_values
 from bmt_core.config import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.errors import ConfigError
-from bmt_core.module import extend, reduce_extended, refuse_assign, replace_by_part, whole_value
+from bmt_core.module import extend, reduce_extended, refuse_assign, refuse_writing_forward, replace_by_part, whole_value
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
 from bmt_zero.nested import tensors_in
@@ -54,6 +54,7 @@ class Block(nn.Module):
                 f"This {type(inner_module).__name__} is a Block already. Wrap a module once and share the Block."
             )
         current()
+        refuse_writing_forward(inner_module)
         extend(inner_module, cls)
         assert isinstance(inner_module, Block)
         return inner_module

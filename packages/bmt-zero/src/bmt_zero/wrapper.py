@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bmt_core.blank import place_buffers, watch_for_values
-from bmt_core.module import DistributedModule, extend
+from bmt_core.module import DistributedModule, extend, refuse_writing_forward
 from bmt_core.module_init import ModuleInit, initialize_blanks, make_unsaved_buffers
 from bmt_core.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
 from bmt_core.runtime import current
@@ -32,6 +32,7 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     ``_init_weights`` of Hugging Face models and ``reset_parameters`` of modules. ``init=False`` draws nothing, for a
     model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
     """
+    refuse_writing_forward(model)
     place_buffers(model.modules(), current().device)  # all at once: those that several modules hold stay one tensor
     blocks = list(_outermost_list_members(model))
     outside = _parameters_outside(model, blocks)
