@@ -169,6 +169,37 @@ def _without_threads(dtype: torch.dtype) -> list[Any]:
     return different + [name for name in started if "offload" in name]
 
 
+def split_over_optimizers(kind: Any, level: int, dtype: torch.dtype, joins_later: bool) -> list[torch.Tensor]:
+    """Train with every other parameter of each block in another optimizer, or in a group that comes after the second step."""
+    training = Training(kind, level=level, dtype=dtype)
+    params = [p for _, p in sorted(training.model.named_parameters())]
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "overlap_forward": True}
+    training.optimizer = kind(params[::2], **options)
+    training.manager = OptimManager()
+    training.manager.add_optimizer(training.optimizer)
+    if not joins_later:
+        training.manager.add_optimizer(kind(params[1::4], **options))  # and the rest is nobody's
+    for number in range(4):
+        if joins_later and number == 2:
+            training.optimizer.add_param_group({"params": params[1::2], "lr": 0.1})
+        training.step(number)
+        for p in params[3::4]:
+            p.grad = None
+    return training.whole()
+
+
+@pytest.mark.parametrize("joins_later", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_may_belong_to_several_optimizers_or_groups_that_come_later(
+    dtype: torch.dtype, joins_later: bool
+) -> None:
+    for level in (0, 3):
+        expected = run_ranks(split_over_optimizers, 2, AdamOptimizer, level, dtype, joins_later)
+        found = run_ranks(split_over_optimizers, 2, Offload, level, dtype, joins_later)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def departures(max_norm: float | None, micro_batches: int) -> list[int]:
     """Return how many copies of gradients each step started itself; fail when weights are read again, for which all would wait."""
     training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
