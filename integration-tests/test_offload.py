@@ -475,6 +475,33 @@ def test_step_returns_while_the_host_works_and_each_block_waits_for_its_own_upda
         assert was_running == [True] * 3 and is_over
 
 
+class Untold(torch.optim.SGD):
+    """Tells nobody that it wrote, as all of torch's."""
+
+
+def waits_for_both_optimizers(level: int, second: Callable[..., torch.optim.Optimizer]) -> bool:
+    torch.manual_seed(3)
+    model = TransformerBlockList([Block(Layer(torch.float32), zero_level=level) for _ in range(2)])
+    params = list(model.parameters())
+    first = Gated(params[::2], lr=0.1, overlap_forward=True)
+    first.gate = threading.Event()
+    others = second(params[1::2], lr=0.1)
+    x = torch.randn(2, 6)
+    model(x).square().sum().backward()
+    before = [(p, p.detach().clone()) for p in params[::2] if p.grad is not None and p.grad.any()]
+    first.step()
+    others.step()
+    threading.Timer(0.3, first.gate.set).start()
+    model(x)
+    return all(not torch.equal(p, old) for p, old in before)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("second", [AdamOptimizer, Untold])
+def test_a_block_waits_for_the_updates_of_all_optimizers_that_have_parts_of_it(level: int, second: Any) -> None:
+    assert run_ranks(waits_for_both_optimizers, 2, level, second) == [True, True]
+
+
 # On GPUs
 
 
