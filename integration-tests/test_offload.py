@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 
 from bmt_core import runtime
+from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_core.errors import CheckpointError
 from bmt_core.parameter import DistributedParameter
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
@@ -348,6 +351,45 @@ def test_an_error_of_the_worker_is_raised_by_the_next_call_and_leaves_no_shard_h
         assert len(messages) == 2
         assert all("on the host failed on rank 0" in text and "ArithmeticError" in text for text in messages)
         assert [False] in changed and [True] in changed and [False, True] not in changed
+        assert is_whole
+
+
+def recovery(overlap_forward: bool, level: int, folder: str) -> tuple[list[str], bool]:
+    """A failed step, a state that is refused, and the checkpoint that the message asks for."""
+    training = Training(Fails, overlap_forward=overlap_forward, level=level)
+    optimizer = training.optimizer
+    assert isinstance(optimizer, Fails)
+    training.step(0)
+    save_checkpoint(folder, training.model, training.manager)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.last_call = optimizer.calls + 7
+    raised = []
+    for attempt in (
+        lambda: training.step(1),
+        optimizer.wait,
+        lambda: optimizer.load_state_dict({"state": {0: {"exp_avg": torch.zeros(77)}}, "param_groups": groups}),
+        lambda: training.step(1),
+    ):
+        try:
+            attempt()
+        except (RuntimeError, CheckpointError) as error:
+            raised.append(type(error).__name__)
+    optimizer.last_call = 10**9
+    load_checkpoint(folder, training.model, training.manager)
+    training.step(1)
+    straight = Training(AdamOptimizer, overlap_forward=overlap_forward, level=level)
+    for number in range(2):
+        straight.step(number)
+    return raised[-3:], all(torch.equal(a, b) for a, b in zip(straight.whole(), training.whole(), strict=True))
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("level", [0, 3])
+def test_after_an_error_a_checkpoint_makes_all_whole_and_a_state_that_is_refused_does_not(
+    overlap_forward: bool, level: int, tmp_path: Path
+) -> None:
+    for raised, is_whole in run_ranks(recovery, 1, overlap_forward, level, str(tmp_path)):
+        assert raised == ["RuntimeError", "CheckpointError", "RuntimeError"]
         assert is_whole
 
 

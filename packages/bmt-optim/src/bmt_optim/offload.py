@@ -124,10 +124,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
             yield
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten: load the parameters too."""
-        for update in self._under_way:
-            update.forgive()
+        """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten then: load the parameters too."""
+        under_way = self._under_way
         super().load_state_dict(state_dict)
+        for update in under_way:
+            update.forgive(p for group in self.param_groups for p in group["params"])
 
     def portable_state(self, p: torch.nn.Parameter) -> State:
         """See :meth:`AdamOptimizer.portable_state`; tensors of offloaded parameters are the host's own."""
@@ -143,12 +144,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step."""
+        """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step.
+
+        A failed step is forgotten when the states of all that it should have stepped were loaded: load the parameters too.
+        """
         if not self._offloads(p.device):
             super().load_portable_state(p, state)
             return
-        self.wait()
+        self._let_finish()
         self.state.pop(p, None)
+        for update in self._under_way:
+            update.forgive([p])
         if state:
             self.state[p] = {key: _on_host(value) for key, value in state.items()}
 
@@ -156,6 +162,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self.settle()
         self.wait()
         return {**super().__getstate__(), "record_delta": self.record_delta}
+
+    def _let_finish(self) -> None:
+        super()._let_finish()
+        for update in self._under_way:
+            update.let_finish()
 
     def _forget(self) -> None:
         super()._forget()
@@ -231,7 +242,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         updates = [self._prepare(*entry, way) for entry, way in zip(self._schedules, ways, strict=True)]
         self._under_way = updates
         kernels, deltas = self._kernels(), self._deltas
-        host_worker.submit(lambda: run_all(updates, flag, scale, kernels, ways, deltas))
+        try:
+            host_worker.submit(lambda: run_all(updates, flag, scale, kernels, ways, deltas))
+        except BaseException as error:  # nobody else will say that they are over
+            for update in updates:
+                update.end(error)
+            raise
         for (part, schedules), update in zip(self._schedules, updates, strict=True):
             self._tell(part, schedules, update)
 
