@@ -262,6 +262,28 @@ def test_gradients_that_were_changed_after_they_left_leave_again() -> None:
     assert run_ranks(changed_by_hand, 2) == [True, True]
 
 
+def unscaled_by_torch(kind: Any) -> list[torch.Tensor]:
+    training = Training(kind)
+    optimizer, scaler = training.optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)
+    tokens = torch.arange(20).view(4, 5) % 11
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(training.model(tokens).flatten(0, 1), tokens.flatten().roll(1))
+        scaler.scale(loss).backward()
+        if number != 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return training.whole()
+
+
+def test_gradients_that_a_grad_scaler_unscaled_after_they_left_leave_again() -> None:
+    for expected, found in zip(
+        run_ranks(unscaled_by_torch, 1, AdamOptimizer), run_ranks(unscaled_by_torch, 1, Offload), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def written_weights(dtype: torch.dtype, compact_master: bool) -> bool:
     results = []
     for kind in (AdamOptimizer, Offload):

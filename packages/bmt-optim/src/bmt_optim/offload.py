@@ -36,6 +36,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     nothing but them. With ``overlap_forward``, :meth:`step` does not wait either: the next forward pass begins while later
     Blocks are stepped, and what :class:`AdamOptimizer` says about reading parameters by hand holds.
 
+    Between backward and step, change gradients as torch counts changes: by operations on ``p.grad``, or by assigning it. What writes
+    behind its back to gradients of Blocks (``p.grad.data``, NumPy, collectives of ``torch.distributed``) comes too late.
+
     On the CPU, where there is nowhere to go, it is :class:`AdamOptimizer`, in every bit, with no threads and no copies.
 
     An error of the host's thread is raised by the next call that needs its result, on this rank, and no shard is ever half new: see
@@ -216,6 +219,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._scheduled is not plan:
             self._schedule([lot for lot in plan if self._offloads(lot.updates[0].device)])
             self._scheduled = plan
+        if vars(self).get("grad_scale", 1) is None:
+            # GradScaler.unscale_() was called, which torch does not count as a change of the gradients.
+            self._departures.clear()
         if self._schedules:
             self._run_on_host(divisor, skip)
         self._departures.clear()
