@@ -36,8 +36,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     nothing but them. With ``overlap_forward``, :meth:`step` does not wait either: the next forward pass begins while later
     Blocks are stepped, and what :class:`AdamOptimizer` says about reading parameters by hand holds.
 
-    Between backward and step, change gradients as torch counts changes: by operations on ``p.grad``, or by assigning it. What writes
-    behind its back to gradients of Blocks (``p.grad.data``, NumPy, collectives of ``torch.distributed``) comes too late.
+    Between backward and step, change gradients as torch counts changes: by operations on ``p.grad``, or by assigning it. What
+    writes behind its back to gradients of Blocks (``p.grad.data``, NumPy, collectives of ``torch.distributed``) comes too late.
 
     On the CPU, where there is nowhere to go, it is :class:`AdamOptimizer`, in every bit, with no threads and no copies.
 
@@ -111,7 +111,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._under_way = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`torch.optim.Optimizer.add_param_group`; what lies in one storage is copied and stepped together from then on."""
+        """See :meth:`torch.optim.Optimizer.add_param_group`; what lies in one storage is stepped together from then on."""
         super().add_param_group(param_group)
         self._shards.forget_neighbours(param_group["params"])
 
