@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 
 from bmt_core import runtime
+from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_core.errors import CheckpointError
 from bmt_core.parameter import DistributedParameter
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
@@ -169,6 +172,37 @@ def _without_threads(dtype: torch.dtype) -> list[Any]:
     return different + [name for name in started if "offload" in name]
 
 
+def split_over_optimizers(kind: Any, level: int, dtype: torch.dtype, joins_later: bool) -> list[torch.Tensor]:
+    """Train with every other parameter of each block in another optimizer, or in a group that comes after the second step."""
+    training = Training(kind, level=level, dtype=dtype)
+    params = [p for _, p in sorted(training.model.named_parameters())]
+    options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "overlap_forward": True}
+    training.optimizer = kind(params[::2], **options)
+    training.manager = OptimManager()
+    training.manager.add_optimizer(training.optimizer)
+    if not joins_later:
+        training.manager.add_optimizer(kind(params[1::4], **options))  # and the rest is nobody's
+    for number in range(4):
+        if joins_later and number == 2:
+            training.optimizer.add_param_group({"params": params[1::2], "lr": 0.1})
+        training.step(number)
+        for p in params[3::4]:
+            p.grad = None
+    return training.whole()
+
+
+@pytest.mark.parametrize("joins_later", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_may_belong_to_several_optimizers_or_groups_that_come_later(
+    dtype: torch.dtype, joins_later: bool
+) -> None:
+    for level in (0, 3):
+        expected = run_ranks(split_over_optimizers, 2, AdamOptimizer, level, dtype, joins_later)
+        found = run_ranks(split_over_optimizers, 2, Offload, level, dtype, joins_later)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def departures(max_norm: float | None, micro_batches: int) -> list[int]:
     """Return how many copies of gradients each step started itself; fail when weights are read again, for which all would wait."""
     training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
@@ -226,6 +260,28 @@ def changed_by_hand() -> bool:
 
 def test_gradients_that_were_changed_after_they_left_leave_again() -> None:
     assert run_ranks(changed_by_hand, 2) == [True, True]
+
+
+def unscaled_by_torch(kind: Any) -> list[torch.Tensor]:
+    training = Training(kind)
+    optimizer, scaler = training.optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)
+    tokens = torch.arange(20).view(4, 5) % 11
+    for number in range(4):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(training.model(tokens).flatten(0, 1), tokens.flatten().roll(1))
+        scaler.scale(loss).backward()
+        if number != 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return training.whole()
+
+
+def test_gradients_that_a_grad_scaler_unscaled_after_they_left_leave_again() -> None:
+    for expected, found in zip(
+        run_ranks(unscaled_by_torch, 1, AdamOptimizer), run_ranks(unscaled_by_torch, 1, Offload), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def written_weights(dtype: torch.dtype, compact_master: bool) -> bool:
@@ -317,6 +373,45 @@ def test_an_error_of_the_worker_is_raised_by_the_next_call_and_leaves_no_shard_h
         assert len(messages) == 2
         assert all("on the host failed on rank 0" in text and "ArithmeticError" in text for text in messages)
         assert [False] in changed and [True] in changed and [False, True] not in changed
+        assert is_whole
+
+
+def recovery(overlap_forward: bool, level: int, folder: str) -> tuple[list[str], bool]:
+    """A failed step, a state that is refused, and the checkpoint that the message asks for."""
+    training = Training(Fails, overlap_forward=overlap_forward, level=level)
+    optimizer = training.optimizer
+    assert isinstance(optimizer, Fails)
+    training.step(0)
+    save_checkpoint(folder, training.model, training.manager)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.last_call = optimizer.calls + 7
+    raised = []
+    for attempt in (
+        lambda: training.step(1),
+        optimizer.wait,
+        lambda: optimizer.load_state_dict({"state": {0: {"exp_avg": torch.zeros(77)}}, "param_groups": groups}),
+        lambda: training.step(1),
+    ):
+        try:
+            attempt()
+        except (RuntimeError, CheckpointError) as error:
+            raised.append(type(error).__name__)
+    optimizer.last_call = 10**9
+    load_checkpoint(folder, training.model, training.manager)
+    training.step(1)
+    straight = Training(AdamOptimizer, overlap_forward=overlap_forward, level=level)
+    for number in range(2):
+        straight.step(number)
+    return raised[-3:], all(torch.equal(a, b) for a, b in zip(straight.whole(), training.whole(), strict=True))
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+@pytest.mark.parametrize("level", [0, 3])
+def test_after_an_error_a_checkpoint_makes_all_whole_and_a_state_that_is_refused_does_not(
+    overlap_forward: bool, level: int, tmp_path: Path
+) -> None:
+    for raised, is_whole in run_ranks(recovery, 1, overlap_forward, level, str(tmp_path)):
+        assert raised == ["RuntimeError", "CheckpointError", "RuntimeError"]
         assert is_whole
 
 
@@ -442,6 +537,33 @@ def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
 def test_step_returns_while_the_host_works_and_each_block_waits_for_its_own_update(level: int) -> None:
     for was_running, is_over in run_ranks(goes_on_while_the_host_works, 2, level):
         assert was_running == [True] * 3 and is_over
+
+
+class Untold(torch.optim.SGD):
+    """Tells nobody that it wrote, as all of torch's."""
+
+
+def waits_for_both_optimizers(level: int, second: Callable[..., torch.optim.Optimizer]) -> bool:
+    torch.manual_seed(3)
+    model = TransformerBlockList([Block(Layer(torch.float32), zero_level=level) for _ in range(2)])
+    params = list(model.parameters())
+    first = Gated(params[::2], lr=0.1, overlap_forward=True)
+    first.gate = threading.Event()
+    others = second(params[1::2], lr=0.1)
+    x = torch.randn(2, 6)
+    model(x).square().sum().backward()
+    before = [(p, p.detach().clone()) for p in params[::2] if p.grad is not None and p.grad.any()]
+    first.step()
+    others.step()
+    threading.Timer(0.3, first.gate.set).start()
+    model(x)
+    return all(not torch.equal(p, old) for p, old in before)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("second", [AdamOptimizer, Untold])
+def test_a_block_waits_for_the_updates_of_all_optimizers_that_have_parts_of_it(level: int, second: Any) -> None:
+    assert run_ranks(waits_for_both_optimizers, 2, level, second) == [True, True]
 
 
 # On GPUs

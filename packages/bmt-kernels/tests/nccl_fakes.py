@@ -14,7 +14,10 @@ import pytest
 from bmt_kernels import binaries
 
 _SOURCES = Path(__file__).parent / "fakes"
-_NUMBERS = ("blocks", "async_error", "result", "microseconds", "finalized", "destroyed", "aborted", "ungrouped")
+_NUMBERS = (
+    *("blocks", "async_error", "result", "microseconds", "asking"),
+    *("finalized", "destroyed", "aborted", "ungrouped", "torn"),
+)
 _DRIVER_NUMBERS = ("status", "record_status", "capturing", "events", "recorded")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -353,3 +356,35 @@ def test_an_engine_that_nobody_closes_does_not_hold_up_the_process(fakes: Fakes)
     del made
     with pytest.raises(NcclError, match=r"closed"):
         group.all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)
+
+
+def test_nobody_asks_about_a_communicator_while_it_is_given_back(fakes: Fakes) -> None:
+    made = fakes.engine()
+    fakes["asking"] = 300_000
+    fakes.communicator(made)
+    time.sleep(SHORT)  # the watcher asks, and will be done before the end is, which asks next
+    threading.Timer(SHORT / 4, lambda: made.fail("no more")).start()
+    assert not made.close(10.0)
+    assert (fakes["aborted"], fakes["torn"]) == (1, 0)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_fork_that_ends_waits_for_none_of_the_threads_it_does_not_have(fakes: Fakes, is_closed: bool) -> None:
+    made = fakes.engine()
+    group = fakes.communicator(made)
+    time.sleep(SHORT)  # the watcher waits
+    child = os.fork()
+    if child == 0:
+        if is_closed:
+            made.close(1.0)
+        del group, made
+        gc.collect()
+        os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    assert made.close(1.0)
+    assert (fakes["destroyed"], fakes["aborted"]) == (1, 0)

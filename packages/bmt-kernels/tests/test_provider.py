@@ -87,6 +87,8 @@ def test_cpu_module_has_the_instructions_of_this_processor() -> None:
             "bmt_kernels._cpu cannot be loaded: No module named 'x'",
         ),
         (ImportError("undefined symbol: _ZN"), "bmt_kernels._cpu cannot be loaded: undefined symbol: _ZN"),
+        (SystemError("no exception set"), "bmt_kernels._cpu cannot be loaded: no exception set"),
+        (RuntimeError(), "bmt_kernels._cpu cannot be loaded: RuntimeError"),
     ],
 )
 def test_without_a_working_module_the_reference_serves_with_one_visible_line(
@@ -116,6 +118,27 @@ def test_a_module_for_another_python_is_named(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "_gpu.cpython-39-x86_64-linux-gnu.so").touch()
     monkeypatch.setattr(binaries, "_DIRECTORY", tmp_path)
     assert "has only _gpu.cpython-39-x86_64-linux-gnu.so, which is for another Python" in str(binaries.problem("_gpu"))
+
+
+@pytest.mark.parametrize("kept", [0, 40, 5000, -1])
+def test_a_file_that_was_cut_off_is_not_loaded_which_would_end_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: int
+) -> None:
+    whole = Path(str(CpuKernels().binary.__file__))  # type: ignore[attr-defined]
+    assert not binaries.is_cut_off(whole)
+    package = tmp_path / f"cut_off_{abs(kept)}"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / whole.name).write_bytes(whole.read_bytes()[:kept])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(binaries, "__package__", package.name)
+    _forget()
+    try:
+        assert binaries.load("_cpu") is None
+        problem = str(binaries.problem("_cpu"))
+    finally:
+        _forget()
+    assert f"{package / whole.name} is not whole" in problem or (kept == 0 and "cannot be loaded" in problem)
 
 
 def test_nothing_is_said_when_the_reference_was_asked_for(

@@ -14,6 +14,7 @@ import torch
 from offloaded import Offload
 from sharded_adam import give_gradients, parameters
 
+from bmt_core.errors import ConfigError
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create, host_memory, host_worker
 from bmt_optim.host_memory import HostMemory
 
@@ -301,6 +302,21 @@ def test_host_memory_of_a_device_is_locked_to_the_byte_and_outlives_its_lock(mon
     del memory
     assert not locked
     assert all(bool((tensor.fill_(2) == 2).all()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "many", "1.5"])
+def test_a_number_of_threads_that_is_none_is_an_error_that_says_so_and_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setattr(host_worker, "_executors", [])
+    monkeypatch.setenv(host_worker.VARIABLE, given)
+    params = parameters()
+    optimizer = Offload(params)
+    give_gradients(params, 0)
+    with pytest.raises(ConfigError, match=f"BMT_OFFLOAD_THREADS must be a number of threads, 1 or more, not '{given}'"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="BMT_OFFLOAD_THREADS"):
+        optimizer.wait()
 
 
 def test_host_memory_is_cleared_and_its_pieces_are_apart() -> None:

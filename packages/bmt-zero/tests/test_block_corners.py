@@ -7,6 +7,7 @@ once on Blocks with this rank's part of it, and gradients and parameters must ag
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -339,6 +340,27 @@ def cleared(level: int, set_to_none: bool, held: bool) -> list[float]:
 def test_zero_grad_of_either_kind_clears_everything(level: int, set_to_none: bool, held: bool) -> None:
     for values in run_ranks(cleared, 2, level, set_to_none, held):
         assert values == [2.0] * 15
+
+
+def left_by_a_frozen_parameter(level: int, held: bool) -> list[float]:
+    block = Block(nn.Linear(3, 3), zero_level=level)
+    weight, bias = block.parameters()
+    x = torch.ones(1, 3)
+    block(x).sum().backward()
+    bias.requires_grad_(False)  # its gradient stays, as in torch
+    weight.grad = None
+    with no_sync(block) if held else nullcontext():
+        block(x).sum().backward()
+    if held:
+        block(x).sum().backward()
+    return [*weight.gather_like(weight.grad).flatten().tolist(), bias.grad is not None]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_gradient_left_by_a_parameter_that_was_frozen_is_in_nobodys_way(level: int, held: bool) -> None:
+    for values in run_ranks(left_by_a_frozen_parameter, 2, level, held):
+        assert values == [4.0 if held else 2.0] * 9 + [True]
 
 
 class SkipsEmpty(torch.optim.Optimizer):

@@ -174,7 +174,8 @@ class GradientSum:
             self._total = None
             present = [(v, p.grad) for v, p in zip(self._chosen(self._flat, needed), self._parameters, strict=True)]
             pairs = [(view, grad) for view, grad in present if view is not None and grad is not None]
-            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+            if pairs:  # none, when the gradients that are there are of parameters that were frozen meanwhile
+                torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
         self._taken = list(needed)
         for parameter, wanted in zip(self._parameters, needed, strict=True):
             if wanted:

@@ -232,8 +232,7 @@ void Communicator::fail_unless_done(int status, const Call& call) {
 }
 
 std::string Communicator::examine() {
-    const Comm comm = comm_;
-    if (comm == nullptr) {
+    if (comm_ == nullptr) {
         return {};
     }
     const auto now = Clock::now();
@@ -258,6 +257,11 @@ std::string Communicator::examine() {
             return described(starting_->call) + " " + where() + late(" could not begin");
         }
     }
+    const std::lock_guard lock(life_mutex_);
+    const Comm comm = comm_;
+    if (comm == nullptr) {
+        return {};
+    }
     Result result = success;
     const Result asked = core_->library.api.comm_get_async_error(comm, &result);
     if (asked != success || result != success) {
@@ -274,7 +278,7 @@ bool Communicator::is_idle() {
 void Communicator::abort() {
     std::unique_lock lock(mutex_, std::defer_lock);
     (void)lock.try_lock_for(patience_with_host);
-    if (const Comm comm = comm_.exchange(nullptr); comm != nullptr) {
+    if (const Comm comm = taken(); comm != nullptr) {
         const Current current(core_->device);
         core_->library.api.comm_abort(comm);
         forget_events();
@@ -284,7 +288,7 @@ void Communicator::abort() {
 void Communicator::finish() {
     const Current current(core_->device);
     const std::lock_guard lock(mutex_);
-    const Comm comm = comm_.exchange(nullptr);
+    const Comm comm = taken();
     if (comm == nullptr) {
         return;
     }
@@ -295,6 +299,11 @@ void Communicator::finish() {
         api.comm_abort(comm);
     }
     forget_events();
+}
+
+Comm Communicator::taken() {
+    const std::lock_guard lock(life_mutex_);
+    return comm_.exchange(nullptr);
 }
 
 void Communicator::forget_events() {

@@ -66,6 +66,8 @@ class Communicator {
     void is_starting(const Call& call);
     void has_started();
     void track(const Call& call, Stream stream);
+    // From then on this communicator is closed, for everybody.
+    Comm taken();
     void forget_events();
     void fail_unless_done(int status, const Call& call);
     std::string described(const Call& call) const;
@@ -78,6 +80,8 @@ class Communicator {
     const int rank_;
     std::timed_mutex mutex_;  // of whoever is inside NCCL
     std::atomic<Comm> comm_{nullptr};
+    std::mutex
+        life_mutex_;  // of whoever looks at the communicator from outside, so that nobody gives it back meanwhile
     std::mutex pending_mutex_;
     std::deque<Pending> pending_;  // oldest first
     std::optional<Pending> starting_;

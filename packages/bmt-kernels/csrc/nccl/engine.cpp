@@ -36,11 +36,17 @@ Clock::time_point after(Seconds seconds) { return Clock::now() + std::chrono::du
 Engine::Engine(std::shared_ptr<Core> core_)
     : core(std::move(core_)), process_(getpid()), watcher_([this] { watch(); }) {}
 
+std::shared_ptr<Engine> Engine::made(std::shared_ptr<Core> core) {
+    return {new Engine(std::move(core)), [](Engine* engine) {
+                if (!engine->is_in_fork()) {
+                    delete engine;
+                }
+            }};
+}
+
+bool Engine::is_in_fork() const { return getpid() != process_; }
+
 Engine::~Engine() {
-    if (getpid() != process_) {
-        watcher_.detach();  // a fork has no threads but one
-        return;
-    }
     core->state.close();
     stop_watching();
 }
@@ -53,6 +59,9 @@ std::shared_ptr<Communicator> Engine::communicator(const UniqueId& id, std::vect
 }
 
 bool Engine::close(Seconds patience) {
+    if (is_in_fork()) {
+        return true;
+    }
     const auto deadline = after(patience);
     const bool is_idle = becomes_idle(deadline);
     core->state.close();
@@ -81,7 +90,7 @@ bool Engine::becomes_idle(Clock::time_point deadline) {
             is_idle = communicator->examine().empty() && communicator->is_idle() && is_idle;
         }
         if (is_idle || Clock::now() >= deadline) {
-            return is_idle;
+            return is_idle && !core->state.failed();
         }
         std::this_thread::sleep_for(nap);
     }

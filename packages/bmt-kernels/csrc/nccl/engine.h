@@ -15,7 +15,9 @@ namespace bmt::nccl {
 
 class Engine {
    public:
-    explicit Engine(std::shared_ptr<Core> core);
+    // [Note: engines in forks] A fork has the engine's memory and none of its threads, for which the engine's end would wait for
+    // ever, by join and in the destructors of what they wait on. So it leaves the engine where it is.
+    static std::shared_ptr<Engine> made(std::shared_ptr<Core> core);
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
@@ -28,6 +30,8 @@ class Engine {
     const std::shared_ptr<Core> core;
 
    private:
+    explicit Engine(std::shared_ptr<Core> core);
+    bool is_in_fork() const;
     void watch();
     void stop_watching();
     std::vector<std::shared_ptr<Communicator>> communicators();

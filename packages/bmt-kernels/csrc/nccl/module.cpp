@@ -51,7 +51,7 @@ std::shared_ptr<Engine> make_engine(const Library& library, const std::string& d
     };
     auto core = std::make_shared<Core>(library, driver, device, timeout, tell);
     *reference = core;
-    return std::make_shared<Engine>(std::move(core));
+    return Engine::made(std::move(core));
 }
 
 UniqueId unique_id_of(const std::string& bytes) {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
+import struct
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 _DIRECTORY = Path(__file__).parent
+_HEADER = struct.Struct("<40xQ10xHH2x")  # of ELF: e_shoff, e_shentsize, e_shnum
 
 
 @cache
@@ -25,6 +28,9 @@ def problem(name: str) -> str | None:
 @cache
 def _attempt(name: str) -> tuple[ModuleType | None, str | None]:
     full_name = f"{__package__}.{name}"
+    found = importlib.util.find_spec(full_name)
+    if found is not None and found.origin is not None and is_cut_off(Path(found.origin)):
+        return None, f"{found.origin} is not whole: install bmt-kernels again"
     try:
         return importlib.import_module(full_name), None
     except ModuleNotFoundError as error:
@@ -34,5 +40,21 @@ def _attempt(name: str) -> tuple[ModuleType | None, str | None]:
                 return None, f"this installation of bmt-kernels has only {others}, which is for another Python"
             return None, f"this installation of bmt-kernels was built without {full_name}"
         return None, f"{full_name} cannot be loaded: {error}"
-    except ImportError as error:
-        return None, f"{full_name} cannot be loaded: {error}"
+    except Exception as error:  # whatever it is, it is told, and plain torch can do the work
+        return None, f"{full_name} cannot be loaded: {str(error) or type(error).__name__}"
+
+
+def is_cut_off(path: Path) -> bool:
+    """Whether ``path`` is a library of Linux (ELF, 64 bits) without its end, as a full disk leaves it: to load it ends the process.
+
+    The table of sections is the last thing in such a file, and the header says where it is.
+    """
+    with path.open("rb") as file:
+        header = file.read(_HEADER.size)
+        size = file.seek(0, os.SEEK_END)
+    if not header.startswith(b"\x7fELF\x02\x01"):
+        return False
+    if len(header) < _HEADER.size:
+        return True
+    sections_at, section_size, sections = _HEADER.unpack(header)
+    return bool(sections_at + section_size * sections > size)

@@ -19,6 +19,8 @@ typedef struct { int size, rank; } Comm;
 // Whether calls block, as when another member does not come; what ncclCommGetAsyncError says; what calls return.
 volatile int fake_blocks = 0, fake_async_error = 0, fake_result = 0;
 int fake_microseconds = 0;  // that a reduction takes on the host
+int fake_asking = 0;  // microseconds that ncclCommGetAsyncError takes
+volatile int fake_torn = 0;  // calls of it during which a communicator was given back
 volatile int fake_finalized = 0, fake_destroyed = 0, fake_aborted = 0, fake_depth = 0, fake_ungrouped = 0;
 
 // To abort any communicator ends what blocks.
@@ -53,6 +55,9 @@ int ncclCommDestroy(Comm* comm) { free(comm); ++fake_destroyed; return 0; }
 int ncclCommAbort(Comm* comm) { free(comm); ++fake_aborted; return 0; }
 int ncclCommGetAsyncError(Comm* comm, int* error) {
     (void)comm;
+    const int before = fake_destroyed + fake_aborted;
+    usleep(fake_asking);
+    fake_torn += before != fake_destroyed + fake_aborted;
     *error = fake_async_error;
     return 0;
 }

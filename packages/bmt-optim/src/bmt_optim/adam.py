@@ -168,7 +168,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                         f"{key} of parameter {number} has shape {tuple(value.shape)}, and the parameter here has {tuple(p.shape)}."
                         " It was saved at another world size. Save with gather_opt=True to load at any."
                     )
-        self.wait()
+        self._let_finish()
         # Without the states: torch would cast them to the parameters' dtype, which rounds moments and masters of half
         # parameters, and move them to the parameters' device.
         super().load_state_dict({**state_dict, "state": {}})
@@ -199,6 +199,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._forget()
         for group in self.param_groups:
             group.setdefault("overlap_forward", False)
+
+    def _let_finish(self) -> None:
+        """Let everything wait for what was started, whatever comes of it: it will be replaced."""
+        self._beside.wait()
 
     def _forget(self) -> None:
         self._unsure = _Unsure()

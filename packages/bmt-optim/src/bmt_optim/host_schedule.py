@@ -89,7 +89,7 @@ class HostSchedule:
         if not self._is_flat:
             target = self.shard.target
             return [(self._shaped(p, weight), self._shaped(p, target)) for p in moving]
-        runs = self._runs_of(moving) if stays else self._runs
+        runs = self._runs_of(moving, exactly=True)
         return [(weight[begin:end], self.shard.target[begin:end]) for begin, end in runs]
 
     def _shaped(self, p: torch.nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
@@ -130,8 +130,11 @@ class HostSchedule:
                 pairs.append((grad.detach(), self.shard.gradient_of(p)))
         return pairs
 
-    def _runs_of(self, params: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
-        """Return the ranges of memory in which no other parameters lie."""
+    def _runs_of(self, params: Sequence[torch.nn.Parameter], *, exactly: bool = False) -> list[tuple[int, int]]:
+        """Return the ranges of memory in which no other parameters of the shard lie.
+
+        ``exactly``: nor gaps, in which parameters may lie that are another optimizer's, or nobody's.
+        """
         runs: list[tuple[int, int]] = []
         wanted = set(params)
         follows = False
@@ -140,7 +143,7 @@ class HostSchedule:
                 follows = follows and not p.numel()
                 continue
             end = start + (p.numel() if _is_dense(p) else self.shard.length)
-            if follows:
+            if follows and not (exactly and runs[-1][1] < start):
                 runs[-1] = (runs[-1][0], end)
             else:
                 runs.append((start, end))

@@ -11,7 +11,7 @@ master overwrites what was written, in both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -151,12 +151,22 @@ class HostShards:
         return False not in [shard.is_still_there() for shard in self.all()]
 
     def make(self, p: torch.nn.Parameter, everyone: Sequence[torch.nn.Parameter], *, is_compact: bool) -> HostShard:
-        """Return the shard of ``p``, a new one if need be: for all of ``everyone`` that lie in one storage of one owner with it."""
+        """Return the shard of ``p``, a new one if need be: for all of ``everyone`` without one that lie together with it.
+
+        Together: in one storage of one owner.
+        """
         if p not in self._of:
-            companions = [other for other in everyone if _lie_together(p, other)] if _is_slice(p) else [p]
+            companions = [p]
+            if _is_slice(p):  # what has a shard has its state there
+                companions = [other for other in everyone if other not in self._of and _lie_together(p, other)]
             shard = HostShard(companions, is_compact=is_compact)
             self._of.update(dict.fromkeys(companions, shard))
         return self._of[p]
+
+    def forget_neighbours(self, newcomers: Iterable[torch.nn.Parameter]) -> None:
+        """Forget the shards of parameters that lie together with ``newcomers``, so that all of them get one."""
+        places = {_place(p) for p in newcomers if _is_slice(p)}
+        self._of = {p: shard for p, shard in self._of.items() if not _is_slice(p) or _place(p) not in places}
 
     def forget_moved(self) -> None:
         """Forget the shards of parameters that are elsewhere now; their states go on as plain tensors."""
@@ -168,12 +178,11 @@ def _is_slice(p: torch.nn.Parameter) -> bool:
 
 
 def _lie_together(p: torch.nn.Parameter, other: torch.nn.Parameter) -> bool:
-    return (
-        _is_slice(other)
-        and owner_of(p) is owner_of(other)
-        and p.dtype == other.dtype
-        and p.untyped_storage()._cdata == other.untyped_storage()._cdata
-    )
+    return _is_slice(other) and _place(p) == _place(other)
+
+
+def _place(p: torch.nn.Parameter) -> tuple[int, torch.dtype, int]:
+    return id(owner_of(p)), p.dtype, p.untyped_storage()._cdata
 
 
 def owner_of(p: torch.nn.Parameter) -> Any:

@@ -9,7 +9,7 @@ waits for an update gets the error: the next gather of the block, the next step,
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ class HostUpdate:
         self._way_back = way_back
         self._is_over = threading.Event()
         self._error: BaseException | None = None
-        self._names: list[torch.Size] = []
+        self._failed: list[torch.nn.Parameter] = []
         self._returned: Done | None = None
 
     def wait(self) -> None:
@@ -54,6 +54,11 @@ class HostUpdate:
                 f"Stepping {self._describe()} on the host failed{place}: {self._error!r}. The parameters keep the values from"
                 " before, or if they were stepped before the failure the new ones; load a checkpoint to go on."
             ) from self._error
+        self.let_finish()
+
+    def let_finish(self) -> None:
+        """:meth:`wait`, whatever came of it."""
+        self._is_over.wait()
         if self._returned is not None:
             self._returned.wait()
 
@@ -61,10 +66,13 @@ class HostUpdate:
         """Wait for the host to be done, whatever came of it."""
         self._is_over.wait()
 
-    def forgive(self) -> None:
-        """Forget an error, after whatever it left behind was replaced."""
+    def forgive(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Forget what an error left behind of ``parameters``, which was replaced; with the last one, the error is forgotten."""
         self._is_over.wait()
-        self._error = None
+        replaced = set(parameters)
+        self._failed = [p for p in self._failed if p not in replaced]
+        if not self._failed:
+            self._error = None
 
     def run(self, scale: float | torch.Tensor, kernels: Kernels, copies: Copies, deltas: Deltas | None) -> None:
         """Step chunk after chunk as they arrive, and send the weights back. In the worker's thread."""
@@ -75,7 +83,8 @@ class HostUpdate:
     def end(self, error: BaseException | None = None) -> None:
         """Say that this is over, with or without ``error``."""
         self._error = error
-        self._names = [p.shape for arrival in self._arrivals for p in arrival.schedule.params]
+        if error is not None:
+            self._failed = [p for arrival in self._arrivals for p in arrival.schedule.params]
         self._arrivals, self._way_back = [], []
         self._is_over.set()
 
@@ -111,8 +120,8 @@ class HostUpdate:
             deltas.after(before, rows.exp_avgs, rows.exp_avg_sqs, rows.owners, settings)
 
     def _describe(self) -> str:
-        shapes = ", ".join(str(tuple(shape)) for shape in self._names[:3])
-        return f"{len(self._names)} parameters (local shapes {shapes}{', ...' if len(self._names) > 3 else ''})"
+        shapes = ", ".join(str(tuple(p.shape)) for p in self._failed[:3])
+        return f"{len(self._failed)} parameters (local shapes {shapes}{', ...' if len(self._failed) > 3 else ''})"
 
 
 def _named(text: str) -> AbstractContextManager[object]:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from bmt_core.config import Launch
+from bmt_core.errors import ConfigError
 
 VARIABLE = "BMT_OFFLOAD_THREADS"
 Result = TypeVar("Result")
@@ -44,7 +45,9 @@ def threads_of(own: int, of_launcher: int, ranks: int) -> int:
 def number_of_threads() -> int:
     """Return ``BMT_OFFLOAD_THREADS``, or what [Note: threads of a rank] says."""
     if given := os.environ.get(VARIABLE):
-        return max(1, int(given))
+        if not given.isdecimal() or not int(given):
+            raise ConfigError(f"{VARIABLE} must be a number of threads, 1 or more, not {given!r}.")
+        return int(given)
     own = _cores(0)
     return threads_of(own, _cores(os.getppid()) or own, Launch.from_env().local_world_size)
 

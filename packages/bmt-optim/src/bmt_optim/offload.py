@@ -36,6 +36,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
     nothing but them. With ``overlap_forward``, :meth:`step` does not wait either: the next forward pass begins while later
     Blocks are stepped, and what :class:`AdamOptimizer` says about reading parameters by hand holds.
 
+    Between backward and step, change gradients as torch counts changes: by operations on ``p.grad``, or by assigning it. What
+    writes behind its back to gradients of Blocks (``p.grad.data``, NumPy, collectives of ``torch.distributed``) comes too late.
+
     On the CPU, where there is nowhere to go, it is :class:`AdamOptimizer`, in every bit, with no threads and no copies.
 
     An error of the host's thread is raised by the next call that needs its result, on this rank, and no shard is ever half new: see
@@ -107,6 +110,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
             update.wait()
         self._under_way = []
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See :meth:`torch.optim.Optimizer.add_param_group`; what lies in one storage is stepped together from then on."""
+        super().add_param_group(param_group)
+        self._shards.forget_neighbours(param_group["params"])
+
     @contextmanager
     def scaling_gradients(
         self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | None
@@ -119,10 +127,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
             yield
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten: load the parameters too."""
-        for update in self._under_way:
-            update.forgive()
+        """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten then: load the parameters too."""
+        under_way = self._under_way
         super().load_state_dict(state_dict)
+        for update in under_way:
+            update.forgive(p for group in self.param_groups for p in group["params"])
 
     def portable_state(self, p: torch.nn.Parameter) -> State:
         """See :meth:`AdamOptimizer.portable_state`; tensors of offloaded parameters are the host's own."""
@@ -138,12 +147,17 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step."""
+        """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step.
+
+        A failed step is forgotten when the states of all that it should have stepped were loaded: load the parameters too.
+        """
         if not self._offloads(p.device):
             super().load_portable_state(p, state)
             return
-        self.wait()
+        self._let_finish()
         self.state.pop(p, None)
+        for update in self._under_way:
+            update.forgive([p])
         if state:
             self.state[p] = {key: _on_host(value) for key, value in state.items()}
 
@@ -151,6 +165,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self.settle()
         self.wait()
         return {**super().__getstate__(), "record_delta": self.record_delta}
+
+    def _let_finish(self) -> None:
+        super()._let_finish()
+        for update in self._under_way:
+            update.let_finish()
 
     def _forget(self) -> None:
         super()._forget()
@@ -200,6 +219,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if self._scheduled is not plan:
             self._schedule([lot for lot in plan if self._offloads(lot.updates[0].device)])
             self._scheduled = plan
+        if vars(self).get("grad_scale", 1) is None:
+            # GradScaler.unscale_() was called, which torch does not count as a change of the gradients.
+            self._departures.clear()
         if self._schedules:
             self._run_on_host(divisor, skip)
         self._departures.clear()
@@ -226,7 +248,12 @@ class AdamOffloadOptimizer(AdamOptimizer):
         updates = [self._prepare(*entry, way) for entry, way in zip(self._schedules, ways, strict=True)]
         self._under_way = updates
         kernels, deltas = self._kernels(), self._deltas
-        host_worker.submit(lambda: run_all(updates, flag, scale, kernels, ways, deltas))
+        try:
+            host_worker.submit(lambda: run_all(updates, flag, scale, kernels, ways, deltas))
+        except BaseException as error:  # nobody else will say that they are over
+            for update in updates:
+                update.end(error)
+            raise
         for (part, schedules), update in zip(self._schedules, updates, strict=True):
             self._tell(part, schedules, update)
 

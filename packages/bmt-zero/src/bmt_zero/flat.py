@@ -25,6 +25,7 @@ from bmt_core.runtime import current
 from bmt_core.shard import Shard, summation_dtype
 from bmt_zero.layout import FlatLayout, flat_layout
 from bmt_zero.memory import gathered_memory
+from bmt_zero.writes import Writes
 
 
 class FlatShard:
@@ -78,8 +79,8 @@ class FlatShard:
         self._resident = self.is_whole
         self._is_current = False
         self._arrival: Mark | None = None
-        self._written: Mark | None = self.lanes.gather.here()
-        self._kept: object = None
+        self._writes = Writes(self.lanes.gather)
+        self._writes.add()
         self._watcher: GradientWatcher | None = None
         self._versions = self._told = self._current_versions()
         self._stepped = False
@@ -114,16 +115,15 @@ class FlatShard:
         versions = self._current_versions()
         if not self._stepped or versions != self._told:
             self._stepped, self._told = True, versions
-            self._written = self.lanes.gather.here() if written is None else written
+            self._writes.add(written)
 
     def data_ready(self) -> None:
-        """Let the computation wait for the optimizer's update (:class:`bmt_core.parameter.Owner`)."""
-        if self._written is not None:
-            self._written.wait()
+        """Let the computation wait for the updates of optimizers (:class:`bmt_core.parameter.Owner`)."""
+        self._writes.wait()
 
     def keep(self, objects: object) -> None:
         """Keep what the optimizer's update reads until the computation has waited (:class:`bmt_core.parameter.Owner`)."""
-        self._kept = objects
+        self._writes.keep(objects)
 
     def watch_gradients(self, watcher: GradientWatcher | None) -> None:
         """Have ``watcher`` called when a reduction was started (:class:`bmt_core.parameter.Owner`)."""
@@ -138,7 +138,7 @@ class FlatShard:
         versions = self._current_versions()
         if self._stepped or versions != self._versions:
             if versions != self._told:
-                self._written = self.lanes.gather.here()
+                self._writes.add()
             self._versions = self._told = versions
             self._stepped = False
             self._is_current = False
@@ -149,9 +149,7 @@ class FlatShard:
         if self.is_available:
             return
         lane = self.lanes.gather
-        if self._written is not None:
-            lane.after(self._written)
-            self._written = None
+        self._writes.hold_up_lane()
         if not self._resident:
             with lane.memory():
                 self.full.untyped_storage().resize_(self.full_bytes)
@@ -168,12 +166,12 @@ class FlatShard:
     def arrive(self) -> None:
         """Let the computation wait for the full parameters."""
         if self.is_whole:
-            self.data_ready()
-            self._written = None
+            self._writes.wait()
+            self._writes.clear()
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
-        self._kept = None
+        self._writes.forget()
 
     def release(self) -> None:
         """Undo one :meth:`hold`; the last one frees the buffer at levels 2 and 3."""

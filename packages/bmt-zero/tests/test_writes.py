@@ -1,0 +1,68 @@
+"""``Writes`` without a run: who waits for what, and how long things are kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from bmt_core.lanes import Lane
+from bmt_core.topology import Topology
+from bmt_zero.writes import MOST, Writes
+
+
+class Waited:
+    """A mark that counts how often it was waited for."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def wait(self) -> None:
+        self.times += 1
+
+
+class Thing:
+    """Something that is kept."""
+
+
+def made() -> Writes:
+    return Writes(Lane("gather", Topology({"pp": 1, "dp": 1, "tp": 1})))
+
+
+def test_the_lane_waits_for_all_updates_once_and_the_computation_as_often_as_it_asks() -> None:
+    writes, marks = made(), [Waited(), Waited()]
+    for mark in marks:
+        writes.add(mark)
+    writes.wait()
+    writes.wait()
+    writes.hold_up_lane()
+    writes.hold_up_lane()
+    writes.wait()
+    assert [mark.times for mark in marks] == [3, 3]
+
+
+def test_what_an_update_reads_is_kept_until_somebody_has_waited_for_it() -> None:
+    writes, thing = made(), Thing()
+    reference = weakref.ref(thing)
+    writes.add(Waited())
+    writes.keep(thing)
+    writes.add(Waited())
+    del thing
+    writes.forget()
+    gc.collect()
+    assert reference() is not None
+    writes.hold_up_lane()
+    writes.forget()
+    gc.collect()
+    assert reference() is None
+
+
+def test_updates_that_nobody_waits_for_do_not_pile_up() -> None:
+    writes, marks, things = made(), [Waited() for _ in range(20)], [Thing() for _ in range(20)]
+    references = [weakref.ref(thing) for thing in things]
+    for mark in marks:
+        writes.add(mark)
+        writes.keep(things.pop())
+    gc.collect()
+    assert sum(reference() is not None for reference in references) <= MOST
+    writes.wait()
+    assert all(mark.times for mark in marks)
