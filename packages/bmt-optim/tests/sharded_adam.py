@@ -33,3 +33,15 @@ def masters_of_shards(compact_master: bool) -> list[tuple[torch.Tensor, torch.Te
             shard.grad = shard.local_part(p.grad).clone()
         optimizer.step()
     return [(s.gather_like(s.detach()), s.gather_like(optimizer.portable_state(s)["_param_fp32"])) for s in shards]
+
+
+def masters(optimizer: AdamOptimizer) -> list[torch.Tensor]:
+    return [optimizer.portable_state(p)["_param_fp32"] for p in optimizer.param_groups[0]["params"]]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32)
+
+
+def is_half(master: torch.Tensor) -> torch.Tensor:
+    return (bits(master) & 0xFFFF) == 0x8000

@@ -80,8 +80,7 @@ class Communicator {
     const int rank_;
     std::timed_mutex mutex_;  // of whoever is inside NCCL
     std::atomic<Comm> comm_{nullptr};
-    std::mutex
-        life_mutex_;  // of whoever looks at the communicator from outside, so that nobody gives it back meanwhile
+    std::mutex life_mutex_;  // of whoever asks it from outside: nobody gives it back meanwhile
     std::mutex pending_mutex_;
     std::deque<Pending> pending_;  // oldest first
     std::optional<Pending> starting_;
