@@ -102,6 +102,13 @@ def test_all_kinds_in_one_call(kernels: CompiledKernels, device: torch.device) -
     cast([], [])
 
 
+def test_elements_that_are_read_with_the_other_sign(kernels: CompiledKernels, device: torch.device) -> None:
+    source = torch._neg_view(torch.arange(5.0, device=device))
+    target = torch.empty(5, dtype=torch.bfloat16, device=device)
+    cast_with(kernels, [source], [target])
+    assert target.tolist() == [0.0, -1.0, -2.0, -3.0, -4.0]
+
+
 def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) -> None:
     x, y = torch.zeros(10, device=device), torch.ones(10, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="lengths are sources 1, targets 2"):

@@ -193,6 +193,8 @@ def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) ->
         kernels.has_non_finite([x], flag[:0])
     with pytest.raises(TypeError, match=r"tensors\[1\] must be of a floating-point dtype, not torch.int64"):
         kernels.has_non_finite([x, x.long()], flag)
+    with pytest.raises(TypeError, match=r"flag must be of dtype torch.uint8.*, not torch.float32"):
+        kernels.has_non_finite([torch.ones(3, device=device)], torch.zeros(1, device=device))
     with pytest.raises(TypeError, match="floating-point"):
         kernels.scale_([x.long()], one)
     with pytest.raises(ValueError, match="lengths are tensors 1, weights 2"):

@@ -59,12 +59,14 @@ def as_flag(name: str, flag: torch.Tensor, device: torch.device) -> torch.Tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in any order of dimensions.
+    """Whether the elements fill one piece of memory, in any order of dimensions, and are what lies there.
 
     >>> x = torch.empty(4, 6)
     >>> is_dense(x), is_dense(x.t()), is_dense(x[:, :5]), is_dense(x[:1].expand(4, 6))
     (True, True, False, False)
     """
+    if tensor.is_neg():  # torch's mark that elements are to be read with the other sign
+        return False
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -78,6 +80,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def have_one_layout(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the n-th element in memory is the same element of each tensor: they are of one shape."""
+    if any(tensor.is_neg() for tensor in tensors):
+        return False
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     strides = tensors[0].stride()

@@ -13,6 +13,8 @@ def has_non_finite(tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
 
     The tensors may be of any floating dtype, shape and device, and empty.
     """
+    if flag.is_floating_point() or flag.is_complex():
+        raise TypeError(f"flag must be of dtype torch.uint8, or another that | takes, not {flag.dtype}.")
     for group in _alike(tensors):
         # The largest magnitude is exact in every dtype, unlike a sum of squares, and NaN survives it.
         largest = torch.stack(torch._foreach_norm(group, math.inf))
