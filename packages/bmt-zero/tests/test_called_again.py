@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -176,6 +178,52 @@ def scaled(is_called_again: bool, recomputes: bool) -> list[torch.Tensor]:
 def test_a_part_without_layers_is_found(recomputes: bool) -> None:
     expected = run_ranks(scaled, 2, False, True)
     torch.testing.assert_close(run_ranks(scaled, 2, True, recomputes), expected)
+
+
+class WithCompiledPart(nn.Module):
+    """``how`` it is compiled: "not", as a module, in place, or as a function."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.part = Part()
+        compiled = partial(torch.compile, fullgraph=True, backend="eager")
+        if how == "module":
+            self.call = compiled(self.part)
+        elif how == "function":
+            self.call = compiled(lambda x: self.part(x))
+        else:
+            self.call = self.part
+            if how == "in place":
+                self.part.compile(fullgraph=True, backend="eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.call(x)
+        return out
+
+
+def with_compiled_part(how: str, recomputes: bool) -> tuple[list[torch.Tensor], int]:
+    """Return gradients, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    block = Block(WithCompiledPart(how), zero_level=3, use_checkpoint=recomputes)
+    found = []
+    for number in range(3):
+        x = batch(number, rank()).requires_grad_()
+        block(x).square().mean().backward()
+        assert x.grad is not None
+        found += [x.grad, full_gradient(block.part.up.weight)]
+    return found, torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_parts_that_are_compiled_by_themselves_stay_whole(recomputes: bool) -> None:
+    ((expected, none),) = run_ranks(with_compiled_part, 1, "not", recomputes)
+    assert none == 0
+    for how, most in (("module", 1), ("in place", 1), ("function", 2)):
+        ((found, graphs),) = run_ranks(with_compiled_part, 1, how, recomputes)
+        torch.testing.assert_close(found, expected)
+        assert 1 <= graphs <= most
 
 
 class Fails(Exception):

@@ -50,6 +50,8 @@ class DirectLinear:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         state = self._state()
         use = None if state is None else state.use
+        if torch.compiler.is_compiling():
+            return linear(input, weight, bias)
         if use is not None and not use.is_called_again:
             use.is_called_again = is_called_again(use.hooks)
         if not _is_plain(input, weight, bias):
@@ -172,5 +174,4 @@ def _is_plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         and (bias is None or bias._backward_hooks is None)
         and not torch.is_autocast_enabled(input.device.type)
         and not torch._C._are_functorch_transforms_active()
-        and not torch.compiler.is_compiling()
     )

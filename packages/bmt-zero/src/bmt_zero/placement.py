@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -58,8 +59,15 @@ class WatchForParts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``."""
-        self._use.is_called_again = self._use.is_called_again or present_hooks() != self._use.hooks
+        if not torch.compiler.is_compiling() and present_hooks() != self._use.hooks:
+            self._use.is_called_again = True
         return func(*args, **(kwargs or {}))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` was compiled. Under another mode it would be compiled once more."""
+    # By its name: torch imports the compiler with the class.
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def is_called_again(hooks: Any) -> bool:

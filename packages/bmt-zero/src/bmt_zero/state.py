@@ -24,7 +24,7 @@ from bmt_zero.engine import engine
 from bmt_zero.flat import FlatShard
 from bmt_zero.linear import direct_linears
 from bmt_zero.nested import map_tensors, tensors_in
-from bmt_zero.placement import Placement, WatchForParts, present_hooks
+from bmt_zero.placement import Placement, WatchForParts, is_compiled, present_hooks
 from bmt_zero.recompute import Recomputation
 from bmt_zero.saved import saved_for_backward
 from bmt_zero.steps import watch_steps
@@ -186,7 +186,8 @@ class BlockState:
 
     def _take_over(self, block: nn.Module) -> None:
         self._epoch = structure_epoch()
-        self._is_watched, self.is_called_again = self.compile, False
+        self._is_watched = self.compile or any(is_compiled(module) for module in block.modules())
+        self.is_called_again = False
         engine().prefetch.know(self)
         places = list(_places_of(block))
         wanted = list(dict.fromkeys(place.parameter for place in places))
