@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from bmt_zero.placement import is_called_again
+from bmt_zero.placement import present_hooks
 
 if TYPE_CHECKING:
     from bmt_zero.state import BlockState
@@ -53,7 +53,7 @@ class DirectLinear:
         if torch.compiler.is_compiling():
             return linear(input, weight, bias)
         if use is not None and not use.is_called_again:
-            use.is_called_again = is_called_again(use.hooks)
+            use.is_called_again = not torch.is_grad_enabled() or present_hooks() != use.hooks
         if not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
         if use is None:  # called again by backward: what it saves must be what forward saved

@@ -1,15 +1,16 @@
 """Whole parameters in a block's modules while its backward runs, for what backward calls again.
 
 ``torch.utils.checkpoint`` inside a block calls a part of the block's forward once more, in backward, when the modules hold shards
-again. So a use of which such a part was seen gets whole parameters into the modules for as long as its backward runs. Linear layers
-look whether they are inside of one (:func:`is_called_again`); in a block's first forward all operations do
-(:class:`WatchForParts`). What is called again computes and saves what it did in forward. In a part that ``use_reentrant=True``
-differentiates by itself, gradients arrive at these parameters, and are added to the block's.
+again. So a use of which such a part was seen gets whole parameters into the modules for as long as its backward runs. Linear
+layers look whether they are inside of one, where others take what is saved, or gradients are off; in a block's first forward
+all operations do (:class:`WatchForParts`). What is called again computes and saves what it did in forward. In a part that
+``use_reentrant=True`` differentiates by itself, gradients arrive at these parameters, and are added to the block's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,14 +71,5 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
-def is_called_again(hooks: Any) -> bool:
-    """Whether what runs now will be called again by somebody else: he saves its tensors, or has turned gradients off.
-
-    ``hooks`` are those that :func:`present_hooks` gave where the block's own forward began.
-    """
-    return not torch.is_grad_enabled() or present_hooks() != hooks
-
-
-def present_hooks() -> Any:
-    """Return who takes the tensors that are saved for backward, None if nobody does."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+present_hooks = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""Return who takes the tensors that are saved for backward, None if nobody does."""
