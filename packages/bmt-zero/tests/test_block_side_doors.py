@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zero_models import full_gradient
 
 from bmt_core import runtime
@@ -63,6 +65,27 @@ def test_gradients_held_back_are_never_lost(case: str, level: int) -> None:
     expected = {name: 2 * value - line().state_dict()[name] for name, value in accumulate_around(case, -1).items()}
     for state in run_ranks(accumulate_around, 2, case, level):
         torch.testing.assert_close(state, expected)  # two ranks: twice the step from the first values
+
+
+def no_sync_around_backward(level: int) -> dict[str, Any]:
+    """What the outer checkpoint calls again is called inside of ``no_sync``, what it is an input of was called before."""
+    layer: nn.Module = line()
+    module = Block(layer, zero_level=level) if level >= 0 else layer
+    for number in range(3):
+        x = (number + 1) * X.clone().requires_grad_()
+        loss = module(checkpoint(module, x, use_reentrant=True)).square().sum()
+        with no_sync(module) if level >= 0 and number < 2 else nullcontext():
+            loss.backward()
+    return {
+        name: parameter.grad if level < 0 else full_gradient(parameter) for name, parameter in module.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_a_gradient_held_back_beside_one_that_is_reduced_is_not_lost(level: int) -> None:
+    expected = no_sync_around_backward(-1)
+    for grads in run_ranks(no_sync_around_backward, 2, level):
+        torch.testing.assert_close({name: grad / 2 for name, grad in grads.items()}, expected)  # the sum of two ranks
 
 
 def chosen_inputs(dtype: torch.dtype, level: int) -> Any:

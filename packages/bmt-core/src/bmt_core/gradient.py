@@ -118,6 +118,11 @@ class GradientSum:
         self._marks.append(mark)
 
     @property
+    def is_taking(self) -> bool:
+        """Whether :meth:`take` was called in the pass under way: ``.grad`` is replaced when it ends."""
+        return self._taken is not None
+
+    @property
     def flat(self) -> torch.Tensor | None:
         """What the ``.grad`` are views of, or will be when the pass ends."""
         return self._flat

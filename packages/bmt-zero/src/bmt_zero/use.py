@@ -212,7 +212,7 @@ class Use:
         buffer = full.complete(grads, taking)
         if flat.is_hooked():
             return flat.sum.seen_by_hooks(flat.reduce_now(buffer), taking)
-        if not self.schedule.last_backward:
+        if not self.schedule.last_backward and not flat.sum.is_taking:
             flat.hold_back(buffer, taking)
             return nothing
         self.call_at_end()
