@@ -6,15 +6,14 @@ departures and marks are those of a GPU, and copies are done at once.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from offload_training import Layer, Offload, Training, both
 from torch import nn
 
 from bmt_core import runtime
@@ -25,116 +24,7 @@ from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_optim.host_schedule import HostSchedule
 from bmt_optim.host_shard import HostShard
-from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
-
-
-class Offload(AdamOffloadOptimizer):
-    """Offloads from the CPU to the CPU, in small chunks."""
-
-    chunk = 37
-
-    def _offloads(self, device: torch.device) -> bool:
-        return True
-
-
-class Layer(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6, dtype=dtype)
-        self.up = nn.Linear(6, 13, dtype=dtype)
-        self.down = nn.Linear(13, 6, bias=False, dtype=dtype)
-        self.unused = nn.Parameter(torch.ones(3, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
-
-
-class Model(nn.Module):
-    """An embedding outside of blocks, three blocks of which the second is frozen in part, and a head."""
-
-    def __init__(self, level: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(7)
-        self.embedding = nn.Embedding(11, 6, dtype=dtype)
-        layers = [Layer(dtype) for _ in range(3)]
-        layers[1].up.weight.requires_grad_(False)
-        self.layers = TransformerBlockList([Block(layer, zero_level=level) for layer in layers])
-        self.head = Block(nn.Linear(6, 11, dtype=dtype), zero_level=level)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.layers(self.embedding(tokens)))
-        return logits
-
-
-class Training:
-    def __init__(
-        self,
-        kind: Callable[..., AdamOptimizer],
-        *,
-        level: int = 3,
-        dtype: torch.dtype = torch.float32,
-        max_norm: float | None = None,
-        loss_scale: float | None = None,
-        micro_batches: int = 1,
-        holds_back: bool = False,
-        overlap_forward: bool = True,
-        **options: Any,
-    ) -> None:
-        model = BMTrainModelWrapper(Model(level, dtype))
-        self.device = runtime.current().device
-        self.model, self.max_norm = model, max_norm
-        self.micro_batches, self.holds_back = micro_batches, holds_back
-        groups = [
-            {"params": [p for p in model.parameters() if p.full_shape.numel() > 20], "lr": 0.05},
-            {"params": [p for p in model.parameters() if p.full_shape.numel() <= 20], "weight_decay": 0.2},
-        ]
-        self.optimizer = kind(groups, lr=0.02, weight_decay=0.1, overlap_forward=overlap_forward, **options)
-        self.manager = OptimManager(loss_scale=loss_scale, loss_scale_steps=2)
-        self.manager.add_optimizer(self.optimizer)
-
-    def step(self, number: int, *, overflows: bool = False) -> None:
-        self.manager.zero_grad()
-        generator = torch.Generator().manual_seed(number)
-        data = torch.randint(11, (self.micro_batches, 4, 5), generator=generator)
-        rows = 4 // runtime.world_size()
-        for i, batch in enumerate(data):
-            mine = batch[runtime.rank() * rows :][:rows].to(self.device)
-            with no_sync(self.model) if self.holds_back and i + 1 < self.micro_batches else nullcontext():
-                loss = nn.functional.cross_entropy(self.model(mine).float().flatten(0, 1), mine.flatten().roll(1))
-                self.manager.backward(loss * (float("inf") if overflows else 1 / self.micro_batches))
-        if self.max_norm is not None:
-            self.manager.clip_grad_norm(self.optimizer.param_groups, self.max_norm)
-        self.manager.step()
-
-    def whole(self) -> list[torch.Tensor]:
-        named = sorted(self.model.named_parameters())
-        return [p.gather_like(p.data).cpu().clone() for _, p in named if isinstance(p, DistributedParameter)]
-
-
-SETTINGS: list[dict[str, Any]] = [
-    {"overlap_forward": False},
-    {"max_norm": 0.5, "loss_scale": 512.0},
-    {"micro_batches": 2},
-    {"micro_batches": 2, "holds_back": True, "max_norm": 0.5},
-    {"hold_steps": 2, "decoupled_weight_decay": False},
-]
-
-
-def both(kind: Any, dtype: torch.dtype) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
-    results = []
-    for level, settings in itertools.product(range(4), SETTINGS):
-        trainings = [Training(which, level=level, dtype=dtype, **settings) for which in (AdamOptimizer, kind)]
-        for training in trainings:
-            for number in range(4):
-                training.step(number, overflows=number == 2 and "loss_scale" in settings)
-            training.manager.settle()
-            training.optimizer.wait()
-        steps = [{state["step"] for state in training.optimizer.state.values()} for training in trainings]
-        assert steps[0] == steps[1]
-        assert trainings[0].manager.skipped_steps == trainings[1].manager.skipped_steps == ("loss_scale" in settings)
-        results.append(({"level": level, **settings}, trainings[0].whole(), trainings[1].whole()))
-    return results
+from bmt_zero import Block, TransformerBlockList
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -564,114 +454,3 @@ def waits_for_both_optimizers(level: int, second: Callable[..., torch.optim.Opti
 @pytest.mark.parametrize("second", [AdamOptimizer, Untold])
 def test_a_block_waits_for_the_updates_of_all_optimizers_that_have_parts_of_it(level: int, second: Any) -> None:
     assert run_ranks(waits_for_both_optimizers, 2, level, second) == [True, True]
-
-
-# On GPUs
-
-
-def gpu_results(dtype: torch.dtype) -> list[Any]:
-    return both(Chunked, dtype)
-
-
-class Chunked(AdamOffloadOptimizer):
-    """In small chunks, so that there are several."""
-
-    chunk = 37
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_gpus_training_equals_that_of_adam_to_rounding(world_size: int, dtype: torch.dtype) -> None:
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
-    for results in run_ranks(gpu_results, world_size, dtype, init={"device": "cuda"}):
-        for settings, expected, found in results:
-            for a, b in zip(expected, found, strict=True):
-                if dtype == torch.float32:
-                    # Where a gradient is next to nothing, Adam's first steps are signs of its rounding.
-                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=lambda text, s=settings: f"{s}: {text}")
-                else:
-                    torch.testing.assert_close(a, b, rtol=0.05, atol=0.03)
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(1024, 4096, device="cuda", dtype=torch.bfloat16)
-        self.down = nn.Linear(4096, 1024, device="cuda", dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
-
-
-def train_wide(overlap_forward: bool, max_norm: float | None) -> tuple[int, int, bool, list[float]]:
-    """Return bytes of parameters, bytes that steps took beside what was there, whether states are page-locked, and losses."""
-    torch.manual_seed(0)
-    model = TransformerBlockList([Block(Wide(), zero_level=3) for _ in range(6)])
-    optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-3, overlap_forward=overlap_forward)
-    manager = OptimManager(loss_scale=1024.0)
-    manager.add_optimizer(optimizer)
-    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
-    taken, losses = 0, []
-
-    def step() -> None:
-        nonlocal taken
-        manager.zero_grad()
-        loss = model(x).float().square().mean()
-        losses.append(loss.detach())
-        manager.backward(loss)
-        if max_norm is not None:
-            manager.clip_grad_norm(optimizer.param_groups, max_norm)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        manager.step()
-        taken = max(taken, torch.cuda.max_memory_allocated() - before)
-
-    for _ in range(3):
-        step()
-    optimizer.wait()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(5):
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    optimizer.wait()
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    is_locked = all(state["exp_avg"].is_pinned() for state in optimizer.state.values())
-    return size, taken, is_locked, [loss.item() for loss in losses]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("overlap_forward", [False, True])
-@pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_on_a_gpu_nothing_is_synchronised_and_steps_take_no_memory(
-    overlap_forward: bool, max_norm: float | None
-) -> None:
-    for size, taken, is_locked, losses in run_ranks(train_wide, 1, overlap_forward, max_norm, init={"device": "cuda"}):
-        assert is_locked and taken < size / 20
-        assert losses[-1] < losses[0]
-
-
-def delayed_training(cycles: int, overlap_forward: bool) -> list[torch.Tensor]:
-    training = Training(Chunked, level=3, max_norm=1.0, overlap_forward=overlap_forward)
-    for layer in training.model.modules():
-        if isinstance(layer, Layer):
-            layer.register_forward_pre_hook(lambda module, arguments: torch.cuda._sleep(cycles))
-            layer.register_full_backward_hook(lambda module, before, after: torch.cuda._sleep(cycles))
-    for number in range(5):
-        training.step(number)
-    return training.whole()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("overlap_forward", [False, True])
-def test_on_a_gpu_delays_change_nothing(overlap_forward: bool) -> None:
-    size = min(torch.cuda.device_count(), 2)
-    expected = run_ranks(delayed_training, size, 0, overlap_forward, init={"device": "cuda"})
-    for cycles in (1_000_000, 5_000_000):
-        found = run_ranks(delayed_training, size, cycles, overlap_forward, init={"device": "cuda"})
-        assert all(torch.equal(a, b) for a, b in zip(expected[0], found[0], strict=True))

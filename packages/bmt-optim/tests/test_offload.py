@@ -1,4 +1,4 @@
-"""``AdamOffloadOptimizer`` on one process; under the sharding engine, and on GPUs, in ``integration-tests/test_offload.py``."""
+"""``AdamOffloadOptimizer`` on one process; under the sharding engine and on GPUs: ``integration-tests/test_offload*.py``."""
 
 from __future__ import annotations
 

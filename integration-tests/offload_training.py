@@ -1,0 +1,125 @@
+"""Trainings with ``AdamOptimizer`` and with the offloaded one, for tests on the CPU and on GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmt_core import runtime
+from bmt_core.parameter import DistributedParameter
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
+
+
+class Offload(AdamOffloadOptimizer):
+    """Offloads from the CPU to the CPU, in small chunks."""
+
+    chunk = 37
+
+    def _offloads(self, device: torch.device) -> bool:
+        return True
+
+
+class Layer(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6, dtype=dtype)
+        self.up = nn.Linear(6, 13, dtype=dtype)
+        self.down = nn.Linear(13, 6, bias=False, dtype=dtype)
+        self.unused = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    """An embedding outside of blocks, three blocks of which the second is frozen in part, and a head."""
+
+    def __init__(self, level: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(11, 6, dtype=dtype)
+        layers = [Layer(dtype) for _ in range(3)]
+        layers[1].up.weight.requires_grad_(False)
+        self.layers = TransformerBlockList([Block(layer, zero_level=level) for layer in layers])
+        self.head = Block(nn.Linear(6, 11, dtype=dtype), zero_level=level)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.layers(self.embedding(tokens)))
+        return logits
+
+
+class Training:
+    def __init__(
+        self,
+        kind: Callable[..., AdamOptimizer],
+        *,
+        level: int = 3,
+        dtype: torch.dtype = torch.float32,
+        max_norm: float | None = None,
+        loss_scale: float | None = None,
+        micro_batches: int = 1,
+        holds_back: bool = False,
+        overlap_forward: bool = True,
+        **options: Any,
+    ) -> None:
+        model = BMTrainModelWrapper(Model(level, dtype))
+        self.device = runtime.current().device
+        self.model, self.max_norm = model, max_norm
+        self.micro_batches, self.holds_back = micro_batches, holds_back
+        groups = [
+            {"params": [p for p in model.parameters() if p.full_shape.numel() > 20], "lr": 0.05},
+            {"params": [p for p in model.parameters() if p.full_shape.numel() <= 20], "weight_decay": 0.2},
+        ]
+        self.optimizer = kind(groups, lr=0.02, weight_decay=0.1, overlap_forward=overlap_forward, **options)
+        self.manager = OptimManager(loss_scale=loss_scale, loss_scale_steps=2)
+        self.manager.add_optimizer(self.optimizer)
+
+    def step(self, number: int, *, overflows: bool = False) -> None:
+        self.manager.zero_grad()
+        generator = torch.Generator().manual_seed(number)
+        data = torch.randint(11, (self.micro_batches, 4, 5), generator=generator)
+        rows = 4 // runtime.world_size()
+        for i, batch in enumerate(data):
+            mine = batch[runtime.rank() * rows :][:rows].to(self.device)
+            with no_sync(self.model) if self.holds_back and i + 1 < self.micro_batches else nullcontext():
+                loss = nn.functional.cross_entropy(self.model(mine).float().flatten(0, 1), mine.flatten().roll(1))
+                self.manager.backward(loss * (float("inf") if overflows else 1 / self.micro_batches))
+        if self.max_norm is not None:
+            self.manager.clip_grad_norm(self.optimizer.param_groups, self.max_norm)
+        self.manager.step()
+
+    def whole(self) -> list[torch.Tensor]:
+        named = sorted(self.model.named_parameters())
+        return [p.gather_like(p.data).cpu().clone() for _, p in named if isinstance(p, DistributedParameter)]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"overlap_forward": False},
+    {"max_norm": 0.5, "loss_scale": 512.0},
+    {"micro_batches": 2},
+    {"micro_batches": 2, "holds_back": True, "max_norm": 0.5},
+    {"hold_steps": 2, "decoupled_weight_decay": False},
+]
+
+
+def both(kind: Any, dtype: torch.dtype) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
+    results = []
+    for level, settings in itertools.product(range(4), SETTINGS):
+        trainings = [Training(which, level=level, dtype=dtype, **settings) for which in (AdamOptimizer, kind)]
+        for training in trainings:
+            for number in range(4):
+                training.step(number, overflows=number == 2 and "loss_scale" in settings)
+            training.manager.settle()
+            training.optimizer.wait()
+        steps = [{state["step"] for state in training.optimizer.state.values()} for training in trainings]
+        assert steps[0] == steps[1]
+        assert trainings[0].manager.skipped_steps == trainings[1].manager.skipped_steps == ("loss_scale" in settings)
+        results.append(({"level": level, **settings}, trainings[0].whole(), trainings[1].whole()))
+    return results
