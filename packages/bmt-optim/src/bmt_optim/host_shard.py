@@ -11,7 +11,7 @@ master overwrites what was written, in both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -163,11 +163,6 @@ class HostShards:
             self._of.update(dict.fromkeys(companions, shard))
         return self._of[p]
 
-    def forget_neighbours(self, newcomers: Iterable[torch.nn.Parameter]) -> None:
-        """Forget the shards of parameters that lie together with ``newcomers``, so that all of them get one."""
-        places = {_place(p) for p in newcomers if _is_slice(p)}
-        self._of = {p: shard for p, shard in self._of.items() if not _is_slice(p) or _place(p) not in places}
-
     def forget_moved(self) -> None:
         """Forget the shards of parameters that are elsewhere now; their states go on as plain tensors."""
         self._of = {p: shard for p, shard in self._of.items() if shard.is_still_there()}
@@ -178,11 +173,12 @@ def _is_slice(p: torch.nn.Parameter) -> bool:
 
 
 def _lie_together(p: torch.nn.Parameter, other: torch.nn.Parameter) -> bool:
-    return _is_slice(other) and _place(p) == _place(other)
-
-
-def _place(p: torch.nn.Parameter) -> tuple[int, torch.dtype, int]:
-    return id(owner_of(p)), p.dtype, p.untyped_storage()._cdata
+    return (
+        _is_slice(other)
+        and owner_of(p) is owner_of(other)
+        and p.dtype == other.dtype
+        and p.untyped_storage()._cdata == other.untyped_storage()._cdata
+    )
 
 
 def owner_of(p: torch.nn.Parameter) -> Any:

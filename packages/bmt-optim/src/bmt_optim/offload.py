@@ -110,11 +110,6 @@ class AdamOffloadOptimizer(AdamOptimizer):
             update.wait()
         self._under_way = []
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`torch.optim.Optimizer.add_param_group`; what lies in one storage is stepped together from then on."""
-        super().add_param_group(param_group)
-        self._shards.forget_neighbours(param_group["params"])
-
     @contextmanager
     def scaling_gradients(
         self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | None
