@@ -1,7 +1,16 @@
-"""The default communication backend: process groups of ``torch.distributed`` (gloo for CPU tensors, NCCL for CUDA)."""
+"""The default communication backend: process groups of ``torch.distributed`` (gloo for CPU tensors, NCCL for CUDA).
+
+[Note: the end of a group]
+Gloo runs collectives in threads of its own, which let go of a tensor a moment after the caller has waited for it. A thread that
+does so while the interpreter ends aborts the process, so the threads must end before. They end with torch's group, when nobody
+keeps it: :meth:`TorchBackend.close` takes it from the groups, which models keep. But torch's group waits for what is under way,
+perhaps for ranks that never come. Such a group is kept for ever, with its tensors, and a rank that failed can leave.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.api import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
-from bmt_core.errors import ConfigError
+from bmt_core.errors import ConfigError, NotInitializedError
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,29 +40,46 @@ class TorchGroup(Group):
     def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup) -> None:
         self.ranks = ranks
         self.rank = rank
-        self.process_group = process_group
+        self._process_group: dist.ProcessGroup | None = process_group
+        self._under_way: list[_UnderWay] = []
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Torch's group, until the run ends."""
+        if self._process_group is None:
+            raise NotInitializedError(
+                "This group was given back by shutdown(). Call init_distributed() to start another run."
+            )
+        return self._process_group
+
+    def close(self) -> None:
+        """Let go of torch's group: see [Note: the end of a group]."""
+        left = [work.tensors for work in self._under_way if not work.is_over()]
+        if left:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((left, self._process_group)))  # nobody ever undoes this
+        self._process_group = None
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; moves bytes, so every dtype travels."""
-        return _started(_all_gather_single, _bytes(output), _bytes(input), group=self.process_group)
+        return self._started(_all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.reduce_scatter`."""
         if output.dtype == input.dtype:
-            return _started(_reduce_scatter_single, output, input, op=_REDUCE_OPS[op], group=self.process_group)
+            return self._started(_reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
         if op not in ("sum", "avg"):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
-        work = _started(dist.all_to_all_single, _bytes(parts), _bytes(input), group=self.process_group)
+        work = self._started(dist.all_to_all_single, _bytes(parts), _bytes(input))
         return SumOfParts(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.all_reduce`."""
-        return _started(dist.all_reduce, tensor, op=_REDUCE_OPS[op], group=self.process_group)
+        return self._started(dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """See :meth:`Group.broadcast`."""
-        return _started(dist.broadcast, _bytes(tensor), src=self.ranks[root], group=self.process_group)
+        return self._started(dist.broadcast, _bytes(tensor), src=self.ranks[root])
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Group.send`."""
@@ -71,6 +97,19 @@ class TorchGroup(Group):
         ]
         works: Any = dist.batch_isend_irecv(operations) if operations else []
         return AllOf(works)
+
+    def _started(self, operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Work:
+        """Start a collective: on the CPU beside the caller, on CUDA in the order of the current stream.
+
+        Told to be asynchronous, torch would put NCCL's kernels on a stream of its own, with two events and the host's time for
+        them at each call. What is to run beside the computation is issued in a lane, which is a stream already.
+        """
+        work = operation(*tensors, group=self.process_group, async_op=not tensors[0].is_cuda, **options)
+        if work is None:
+            return Finished()
+        started = _UnderWay(work, tensors)
+        self._under_way = [*(other for other in self._under_way if not other.is_over()), started]
+        return started
 
 
 class SingleGroup(Group):
@@ -115,8 +154,11 @@ class TorchBackend(CommBackend):
         self._engines = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
         self._timeout = timedelta(seconds=context.timeout)
         self._world_is_taken = False
+        self._groups: list[TorchGroup] = []
         if context.world_size == 1:
             return
+        # Its functions have the group of all ranks as a default: if they are defined later, they keep it.
+        importlib.import_module("torch.distributed.nn")
         if dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is initialised already. Let init_distributed() do it: remove your init_process_group() call."
@@ -148,12 +190,16 @@ class TorchBackend(CommBackend):
             if ranks == own:
                 mine = made
         assert mine is not None
-        return TorchGroup(own, own.index(rank), mine)
+        group = TorchGroup(own, own.index(rank), mine)
+        self._groups.append(group)
+        return group
 
     def close(self) -> None:
         """Destroy the process groups. No barrier: a rank that failed must be able to leave."""
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+        for group in self._groups:
+            group.close()
 
 
 class SumOfParts:
@@ -176,14 +222,23 @@ class SumOfParts:
             self._output.div_(self._divisor)
 
 
-def _started(operation: Callable[..., Any], tensor: torch.Tensor, *others: torch.Tensor, **options: Any) -> Work:
-    """Start a collective: on the CPU beside the caller, on CUDA in the order of the current stream.
+class _UnderWay:
+    """The :class:`Work` of a collective on ``tensors`` that another thread runs."""
 
-    Told to be asynchronous, torch would put NCCL's kernels on a stream of its own, with two events and the host's time for
-    them at each call. What is to run beside the computation is issued in a lane, which is a stream already.
-    """
-    work: Work | None = operation(tensor, *others, async_op=not tensor.is_cuda, **options)
-    return Finished() if work is None else work
+    def __init__(self, work: dist.Work, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._work = work
+        self.tensors = tensors
+        self._was_waited_for = False
+
+    def wait(self) -> None:
+        """See :meth:`Work.wait`."""
+        self._work.wait()
+        self._was_waited_for = True
+        self.tensors = ()
+
+    def is_over(self) -> bool:
+        """Whether the thread is done with the tensors, or about to be."""
+        return self._was_waited_for or self._work.is_completed()  # gloo's reduce-scatter never says so
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,78 @@
+"""The end of a run: nothing of torch's works on behind it, and a rank that failed leaves without the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bmt_core import runtime
+from bmt_core.errors import NotInitializedError
+from bmt_core.testing import run_ranks
+
+
+def threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def engines_before_and_after() -> tuple[bool, bool]:
+    runtime.init_distributed(device="cpu")
+    world = runtime.current().world
+    tensors = torch.ones(2), torch.ones(4)
+    for work in (
+        world.all_reduce(tensors[0]),
+        world.all_gather(tensors[1], tensors[0]),
+        world.reduce_scatter(*tensors),
+        world.reduce_scatter(torch.ones(2, dtype=torch.float64), tensors[1]),
+        world.broadcast(tensors[0]),
+    ):
+        work.wait()
+    before = "pt_gloo_runloop" in threads()
+    runtime.shutdown()
+    after = "pt_gloo_runloop" in threads()
+    with pytest.raises(NotInitializedError, match="given back by shutdown"):
+        world.all_reduce(tensors[0])
+    return before, after
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_threads_of_torch_end_with_the_run_though_somebody_keeps_a_group() -> None:
+    assert run_ranks(engines_before_and_after, 2, init=None) == [(True, False)] * 2
+
+
+PROGRAM = """
+import sys
+import torch
+from bmt_core import runtime
+runtime.init_distributed(sys.argv[1], device="cpu")
+world = runtime.current().world
+if runtime.rank() == 0:
+    world.all_reduce(torch.ones(1000))
+    raise ValueError("no luck")
+sys.stdin.read()
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_failed_leaves_while_a_collective_waits_for_the_others(tmp_path: Path) -> None:
+    def start(rank: int) -> subprocess.Popen[str]:
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        command = [sys.executable, "-c", PROGRAM, f"file://{tmp_path}/meeting"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    failing, other = start(0), start(1)
+    try:
+        _, errors = failing.communicate(timeout=60)
+        assert failing.returncode == 1
+        assert "ValueError: no luck" in errors and "terminate" not in errors
+        assert other.poll() is None
+        _, errors = other.communicate(timeout=60)
+        assert other.returncode == 0, errors
+    finally:
+        failing.kill()
+        other.kill()
