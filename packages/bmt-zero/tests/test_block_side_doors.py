@@ -168,6 +168,54 @@ def test_running_statistics_are_updated_once(use_checkpoint: bool) -> None:
         torch.testing.assert_close(buffers, statistics(None))
 
 
+class Changing(nn.Module):
+    """Buffers that go into the result and are changed in place, replaced, made, and taken away, by another way to them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line(3.0)
+        self.register_buffer("matrix", torch.full((2, 2), 0.5))
+        self.register_buffer("replaced", torch.full((2,), 2.0))
+        self.register_buffer("late", None)
+        self.register_buffer("gone", torch.ones(2))
+        self.alias = [self.matrix]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x * self.alias[0].sum())
+        if self.gone is not None:
+            y = y + 3 * y * self.gone
+        y = torch.sin(y * self.replaced)
+        if self.late is not None:
+            y = y * self.late
+        self.matrix.mul_(1.5)
+        self.replaced = self.replaced + 1
+        self.late = torch.full((2,), 4.0)
+        self.gone = None
+        return y
+
+
+def changing(use_checkpoint: bool | None) -> Any:
+    module: nn.Module = Changing()
+    if use_checkpoint is not None:
+        Block(module, use_checkpoint=use_checkpoint)
+    found = []
+    for step in range(2):
+        x = (X + step).clone().requires_grad_()
+        losses = [module(x).sum(), module(x).sum()]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append(x.grad)
+    return found, {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_buffers_that_forward_changes_are_changed_once_and_recomputed_from(use_checkpoint: bool) -> None:
+    expected = changing(None)
+    for found in run_ranks(changing, 2, use_checkpoint):
+        torch.testing.assert_close(found, expected)
+
+
 class Auxiliary(nn.Module):
     def __init__(self) -> None:
         super().__init__()

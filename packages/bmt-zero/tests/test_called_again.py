@@ -15,7 +15,7 @@ from zero_models import full_gradient
 
 from bmt_core.runtime import rank
 from bmt_core.testing import run_ranks
-from bmt_zero import Block, no_sync
+from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
 WIDTH = 6
 
@@ -147,37 +147,91 @@ def test_a_checkpoint_around_the_block_changes_nothing(how: str, recomputes: boo
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-class Scaled(nn.Module):
-    """Has a part without any layer."""
+class Product(torch.autograd.Function):
+    """``x @ weight``, of a weight that is given."""
 
-    def __init__(self, is_called_again: bool) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
+
+
+class Scaled(nn.Module):
+    """Has a part without any layer; ``how`` it is called again: "not", "frames" or "reentrant"."""
+
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.arange(1.0, 1 + WIDTH * WIDTH).view(WIDTH, WIDTH) / 10)
-        self.is_called_again = is_called_again
+        self.how = how
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.scale) @ self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def part(y: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(y @ self.scale) @ self.scale
+        x = Product.apply(x, self.scale)  # type: ignore[no-untyped-call]
+        if self.how == "not":
+            return x + self.part(x)
+        out: torch.Tensor = checkpoint(self.part, x, use_reentrant=self.how == "reentrant")
+        return x + out
 
-        out: torch.Tensor = checkpoint(part, x, use_reentrant=False) if self.is_called_again else part(x)
-        return out + x
 
-
-def scaled(is_called_again: bool, recomputes: bool) -> list[torch.Tensor]:
-    block = Block(Scaled(is_called_again), zero_level=3, use_checkpoint=recomputes)
+def scaled(how: str, recomputes: bool) -> tuple[list[torch.Tensor], bool]:
+    block = Block(Scaled(how), zero_level=3, use_checkpoint=recomputes)
     found = []
     for number in range(3):
         x = batch(number, rank()).requires_grad_()
         block(x).square().mean().backward()
         assert x.grad is not None
         found += [x.grad, full_gradient(block.scale)]
-    return found
+    return found, block._bmt_block.is_called_again
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_part_without_layers_is_found(recomputes: bool) -> None:
-    expected = run_ranks(scaled, 2, False, True)
-    torch.testing.assert_close(run_ranks(scaled, 2, True, recomputes), expected)
+def test_parts_without_layers_are_found_and_functions_that_are_given_parameters_are_none(recomputes: bool) -> None:
+    expected = run_ranks(scaled, 2, "not", recomputes)
+    assert [is_called_again for _, is_called_again in expected] == [False, False]
+    for how in ("frames", "reentrant"):
+        found = run_ranks(scaled, 2, how, recomputes)
+        assert [is_called_again for _, is_called_again in found] == [True, True]
+        torch.testing.assert_close([grads for grads, _ in found], [grads for grads, _ in expected])
+
+
+class Tied(nn.Module):
+    """Two blocks that share the weights of a part."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(how), Layer("not")])
+        self.layers[1].first.up.weight = self.layers[0].second.up.weight
+        self.layers[0].second.down.weight = self.layers[1].first.down.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def tied(how: str, recomputes: bool) -> list[torch.Tensor]:
+    model = BMTrainModelWrapper(Tied(how))
+    for layer in model.layers:
+        assert isinstance(layer, Block)
+        layer._use_checkpoint = recomputes
+    return train(model, [rank()], no_sync)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+def test_parts_with_weights_of_other_blocks_train_alike(how: str, recomputes: bool) -> None:
+    expected = train(Tied("not"), [0], lambda model: no_hold())
+    torch.testing.assert_close(run_ranks(tied, 1, how, recomputes)[0], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        run_ranks(tied, 2, how, recomputes), run_ranks(tied, 2, "not", True), rtol=1e-5, atol=1e-6
+    )
 
 
 class WithCompiledPart(nn.Module):

@@ -9,36 +9,50 @@ all operations do (:class:`WatchForParts`). What is called again computes and sa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
+
+from bmt_zero.nested import tensors_in
 
 if TYPE_CHECKING:
     from bmt_zero.flat import FlatShard
+    from bmt_zero.state import Place
     from bmt_zero.use import Use
 
 Homes = Sequence[tuple[dict[str, Any], str, int]]
 
 
 class Placement:
-    """Leaves on the gathered parameters of one use, for the places of a block."""
+    """Leaves on the gathered parameters of one use, for the places of a block.
 
-    def __init__(self, flats: Sequence[FlatShard], homes: Homes) -> None:
+    Parameters that the block does not shard are gathered by themselves: collective, if there are any.
+    """
+
+    def __init__(self, flats: Sequence[FlatShard], homes: Homes, foreign: Sequence[Place]) -> None:
         self._leaves = [
             view.detach().requires_grad_(parameter.requires_grad)
             for flat in flats
             for view, parameter in zip(flat.views(), flat.parameters, strict=True)
         ]
         self._homes = homes
+        with torch.enable_grad():
+            gathered = {id(p): p.gather() for p in dict.fromkeys(place.parameter for place in foreign)}
+        self._foreign = [(holder, name, gathered[id(parameter)]) for holder, name, parameter in foreign]
 
     def put(self) -> None:
         """Put them in their places."""
         for holder, name, index in self._homes:
             holder[name] = self._leaves[index]
+        for holder, name, full in self._foreign:
+            holder[name] = full
 
     def add_to(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return ``grads`` with what has arrived at the leaves added, which they give away."""
@@ -50,19 +64,47 @@ class Placement:
 
 
 class WatchForParts(TorchFunctionMode):
-    """Inside, ``use`` is told when the tensors of an operation are saved by somebody else.
+    """Inside, ``use`` is told when backward will call a part again.
 
-    That gradients are off says nothing here: so they are in the forward of any ``torch.autograd.Function``.
+    Then somebody else takes the tensors that are saved; or an ``autograd.Function`` uses, with gradients off, a parameter that
+    it was not given. Other uses of a parameter while gradients are off count too: nothing tells them from the latter.
     """
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, use: Use, fulls: Sequence[torch.Tensor]) -> None:
         self._use = use
+        self._fulls = {id(full): full for full in fulls}
+        self._silent: list[tuple[Any, torch.Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``."""
-        if not torch.compiler.is_compiling() and present_hooks() != self._use.hooks:
-            self._use.is_called_again = True
+        if not torch.compiler.is_compiling():
+            if present_hooks() != self._use.hooks:
+                self._use.is_called_again = True
+            elif not torch.is_grad_enabled() and func.__name__ != "__get__":
+                used = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self._fulls]
+                caller = sys._getframe(1)
+                if used and caller.f_globals["__name__"].partition(".")[0] != "bmt_zero":
+                    node = _running_function(caller)
+                    self._silent += [(node, tensor) for tensor in used]
         return func(*args, **(kwargs or {}))
+
+    def finish(self) -> None:
+        """Look at what the functions were given, which their nodes in the graph know by now."""
+        for node, full in self._silent:
+            given = () if node is None else node.next_functions
+            if (full.grad_fn, full.output_nr) not in given:
+                self._use.is_called_again = True
+
+
+def _running_function(frame: FrameType | None) -> Any:
+    """Return the node of the ``autograd.Function`` in whose forward ``frame`` is, None if it is in none."""
+    while frame is not None:
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, BackwardCFunction):
+            return first
+        frame = frame.f_back
+    return None
 
 
 def is_compiled(module: nn.Module) -> bool:

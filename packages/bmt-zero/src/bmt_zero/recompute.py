@@ -23,6 +23,7 @@ from torch.utils import _device as torch_device
 from bmt_core.errors import BmtError
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
+from bmt_zero.buffers import BuffersBefore, Homes, version_of
 from bmt_zero.caches import with_own_caches
 from bmt_zero.nested import tensors_in
 from bmt_zero.saved import check_version
@@ -32,22 +33,16 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Recomputation:
-    """What one forward of a block saved for backward: how many tensors, and how to make them again.
+    """What one forward of a block, with ``buffers``, saved for backward: how many tensors, and how to make them again."""
 
-    ``buffers`` that forward changes in place (running statistics) are changed once, not again by the recomputation.
-    """
-
-    def __init__(
-        self, call: Call, use: Use, buffers: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, call: Call, use: Use, buffers: Homes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_running = False
         self._call = call
         self._use = use
         self._inputs = args, kwargs
         self._before = with_own_caches(self._inputs)
         self._versions = _versions_of(self._inputs)
-        self._buffers = buffers
-        self._changing = buffers  # all, until forward has shown which
+        self._buffers = BuffersBefore(buffers)
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._made: list[tuple[torch.Tensor, int] | None] = []
         self._layers = 0
@@ -59,15 +54,12 @@ class Recomputation:
 
     def forward(self) -> Any:
         """Return what the block returns, saving nothing but its inputs."""
-        versions = [_version(buffer) for buffer in self._buffers]
         try:
             with saved_tensors_hooks(self._count, self._hand_out):
                 return self._call(*self._inputs)
         finally:
             self._random.settle()
-            # Batch norm changes its statistics, which are vectors, without a trace in their version counters.
-            pairs = zip(self._buffers, versions, strict=True)
-            self._changing = [b for b, version in pairs if b.ndim < 2 or _version(b) != version]
+            self._buffers.keep_changed()
 
     def clear(self) -> None:
         """Let go what was made again: the backward pass is over."""
@@ -127,7 +119,7 @@ class Recomputation:
                 self._circumstances.again(),
                 self._random.again(),
                 forward_scope(own_random=False),
-                _kept(self._changing),
+                self._buffers.again(),
             ):
                 self._call(*with_own_caches(self._before))
         except _Complete:
@@ -214,22 +206,8 @@ class _Circumstances:
         return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached) for kind in self._types]
 
 
-@contextmanager
-def _kept(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    values = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        for buffer, value in zip(buffers, values, strict=True):
-            buffer.data.copy_(value)  # by .data: putting a value back is no modification
-
-
 def _versions_of(values: Any) -> list[int]:
-    return [_version(tensor) for tensor in tensors_in(values)]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode count no versions
+    return [version_of(tensor) for tensor in tensors_in(values)]
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:

@@ -148,8 +148,8 @@ class BlockState:
             flat.want(False)
 
     def place(self, flats: list[FlatShard]) -> Placement:
-        """Put whole parameters, which are gathered, into the modules until :meth:`displace`."""
-        self._placements.append(Placement(flats, self._own))
+        """Put whole parameters into the modules until :meth:`displace`; those of ``flats`` are gathered. Collective."""
+        self._placements.append(Placement(flats, self._own, self._foreign))
         self.settle()
         return self._placements[-1]
 
@@ -223,8 +223,9 @@ class BlockState:
         try:
             token, fulls = self._enter(use)
             if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
-                buffers = [buffer for home in self._buffers for buffer in home.values() if buffer is not None]
-                again = Recomputation(lambda a, k: self._inside(call, use, fulls, a, k), use, buffers, args, kwargs)
+                again = Recomputation(
+                    lambda a, k: self._inside(call, use, fulls, a, k), use, self._buffers, args, kwargs
+                )
                 outputs = again.forward()
                 del again  # what autograd saved keeps it
             elif self.level == 3 and torch.is_grad_enabled():
@@ -262,8 +263,9 @@ class BlockState:
         with self._substituted(use, fulls):
             if self._is_watched or not torch.is_grad_enabled():
                 return call(*args, **kwargs)
-            with WatchForParts(use):
+            with WatchForParts(use, fulls) as watch:
                 outputs = call(*args, **kwargs)
+            watch.finish()
             self._is_watched, self.is_called_again = True, use.is_called_again
             return outputs
 

@@ -1,0 +1,43 @@
+"""Compare trainings drawn at random with plain torch in one process, for as many seeds as there is time for.
+
+python3 tools/dev.py setup && .venv/bin/python integration-tests/fuzz.py --seeds 100:200 --ranks 1,2,4
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+
+from random_trainings import differences, draw
+
+
+def main() -> int:
+    """Compare, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:100", help="first and end, such as 0:100; or one seed")
+    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks")
+    options = parser.parse_args()
+    first, _, end = options.seeds.partition(":")
+    failures = 0
+    for seed in range(int(first), int(end or int(first) + 1)):
+        for world_size in map(int, options.ranks.split(",")):
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    messages = differences(draw(seed), world_size, folder)
+                except Exception as error:  # of the comparison's own process or of a rank: the next seed may do better
+                    messages = [str(error)]
+            if messages:
+                failures += 1
+                print(
+                    f"seed {seed} on {world_size} ranks: {len(messages)} differences",
+                    *messages[:5],
+                    sep="\n  ",
+                    flush=True,
+                )
+    print(f"{failures} trainings differ")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

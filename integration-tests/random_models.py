@@ -1,0 +1,263 @@
+"""Models drawn at random out of the ways in which modules use their parameters, for comparing ranks with one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+TOKENS = 11
+LENGTH = 5
+
+
+class Mlp(nn.Module):
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden := r.choice([1, 7, 13]), bias=r.random() < 0.5)
+        self.down = nn.Linear(hidden, WIDTH, bias=r.random() < 0.5)
+        self.in_place = r.random() < 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = self.up(x)
+        if self.in_place:
+            middle.mul_(0.5).add_(0.1)
+        return self.down(torch.tanh(middle))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.heads = r.choice([1, 2, 3])
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class TorchAttention(nn.Module):
+    """Torch's own, which reads parameters of its children without calling them."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True, bias=r.random() < 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+class Norm(nn.LayerNorm):
+    def __init__(self, r: random.Random) -> None:
+        super().__init__(WIDTH, bias=r.random() < 0.5)
+
+
+class Scale(nn.Module):
+    """Parameters without a layer, of which one has no dimension."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.empty(WIDTH))
+        self.number = nn.Parameter(torch.empty(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.vector + self.number
+
+
+class Pieces(nn.Module):
+    """One parameter used in pieces, transposed, and in a concatenation."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * WIDTH + 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, last = self.weight.split([WIDTH, WIDTH, 1])
+        both = torch.cat([second, first, self.weight[:1]])
+        return (x @ first.t() + F.linear(x, both)[..., :WIDTH]) * last
+
+
+class Twice(nn.Module):
+    """One layer called twice, and its weight once more by another one."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        if r.random() < 0.5:
+            self.tied.weight = self.layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(torch.sin(self.layer(torch.tanh(self.layer(x)))))  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Which expert works is in the data, so that ranks differ; one may work on none."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([Mlp(r) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        choice = rows.detach().sum(-1).mul(3).long().remainder(3)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mine = (choice == number).nonzero().squeeze(-1)
+            if len(mine):
+                out = out.index_add(0, mine, expert(rows[mine]))
+        return out.view_as(x)
+
+
+class Positions(nn.Embedding):
+    def __init__(self, r: random.Random) -> None:
+        super().__init__(LENGTH + 2, WIDTH, padding_idx=r.choice([None, 1]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(torch.arange(x.shape[1]))
+
+
+class Own(nn.Module):
+    """A function with a derivative of its own, which saves its parameter."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Product.apply(x, self.weight)  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
+
+
+class Aside(nn.Module):
+    """What the input's gradient does not go through, beside what no gradient reaches, and what is not used."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.aside, self.silent, self.unused = Mlp(r), Mlp(r), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            quiet = self.silent(x)
+        return x + self.aside(x.detach()) + quiet  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    """Buffers that forward writes, one of which goes into the result."""
+
+    seen: torch.Tensor
+    mean: torch.Tensor
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.mean = 0.5 * self.mean + 0.25
+        return self.layer(x) * self.mean  # type: ignore[no-any-return]
+
+
+class Nothing(nn.Module):
+    """No parameter."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+class Recomputed(nn.Module):
+    """A part that torch's checkpoint recomputes."""
+
+    is_reentrant = False
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.part = r.choice([Mlp, Attention, Twice])(r)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, x, use_reentrant=self.is_reentrant)  # type: ignore[no-any-return]
+
+
+PARTS: list[Callable[[random.Random], nn.Module]] = [
+    *[Mlp, Attention, TorchAttention, Norm, Scale, Pieces, Twice, Experts],
+    *[Positions, Own, Aside, Counting, Nothing, Recomputed],
+]
+
+
+class Layer(nn.Module):
+    """Up to three parts after one another; ``shape`` says in what the hidden state comes and goes."""
+
+    def __init__(self, r: random.Random, shape: str) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([r.choice(PARTS)(r) for _ in range(r.randint(0, 3))])
+        self.shape = shape
+
+    def forward(self, state: Any, *, hidden: Any = None) -> Any:
+        x = {"tensor": lambda: state, "tuple": lambda: state[0], "dict": lambda: state["x"], "keyword": lambda: hidden}
+        out = x[self.shape]()
+        for part in self.parts:
+            out = out + 0.5 * part(out)
+        return {"tensor": out, "tuple": (out, None, 3), "dict": {"x": out}, "keyword": [out]}[self.shape]
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Call the layer and return its hidden state."""
+        if self.shape == "keyword":
+            return self(None, hidden=x)[0]  # type: ignore[no-any-return]
+        out = self({"tensor": x, "tuple": (x,), "dict": {"x": x}}[self.shape])
+        return {"tensor": lambda: out, "tuple": lambda: out[0], "dict": lambda: out["x"]}[self.shape]()  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """An embedding, ``layers`` in the order that is asked for, and a head, which may be the embedding."""
+
+    def __init__(self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool) -> None:
+        super().__init__()
+        shapes = ["tensor"] if tensors_only else ["tensor", "tuple", "dict", "keyword"]
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.ModuleList([Layer(r, r.choice(shapes)) for _ in range(r.randint(1, 4))])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=r.random() < 0.5)
+        if r.random() < 0.5:
+            self.head.weight = self.embedding.weight
+        mlps = [module for module in self.layers.modules() if isinstance(module, Mlp)]
+        if may_tie and len(mlps) > 1:
+            first, second = r.sample(mlps, 2)
+            if first.up.weight.shape == second.up.weight.shape:
+                first.up.weight = second.up.weight
+        self.to(dtype)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=0.4)
+
+    def forward(self, tokens: torch.Tensor, order: list[int]) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if order == list(range(len(self.layers))) and not isinstance(self.layers, nn.ModuleList):
+            x = self.layers(x)
+        else:
+            for index in order:
+                layer: Any = self.layers[index]
+                x = layer.run(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]

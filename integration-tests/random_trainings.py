@@ -1,0 +1,474 @@
+"""Trainings drawn at random, run by one process in plain torch, or by ranks through bmt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from offload_training import Offload
+from random_models import LENGTH, TOKENS, Model, Recomputed
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from bmt_core import runtime, sum_loss
+from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_core.parameter import DistributedParameter
+from bmt_core.testing import run_ranks
+from bmt_optim import AdamOptimizer, OptimManager
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
+
+ADAM = {"lr": 0.05, "eps": 1e-3, "betas": (0.8, 0.9)}
+MAX_NORM = 0.3
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a layer is wrapped."""
+
+    level: int
+    recomputes: bool
+    reduce_dtype: Any
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What happens in a step."""
+
+    fails: str | None  # where a first try of the step fails
+    keeps_zeros: bool  # zero_grad(set_to_none=False)
+    frozen: tuple[int, ...]  # numbers of parameters
+    levels: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    orders: tuple[tuple[int, ...], ...]  # of the layers, for each micro-batch
+    held: tuple[bool, ...]  # which of them run in no_sync
+    one_backward: bool
+    twice: bool  # each backward is run twice
+    asks_for_gradients: bool
+    between: str | None  # what comes between forward and backward
+    writes: bool  # parameters are changed by hand after the step
+    evaluates: bool
+    overflows: bool
+    resumes: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training; ``seed`` draws its model."""
+
+    seed: int
+    dtype: torch.dtype
+    wraps: str
+    blocks: tuple[BlockPlan, ...]
+    optimizer: str
+    splits: bool  # the parameters among two optimizers
+    manages: bool
+    loss_scale: float | None
+    clips: bool
+    may_reenter: bool
+    steps: tuple[StepPlan, ...] = field(repr=True)
+
+    def model(self) -> Model:
+        """Return the model in plain torch."""
+        r = random.Random(self.seed)
+        torch.manual_seed(self.seed)
+        model = Model(r, self.dtype, tensors_only=self.wraps == "list", may_tie=self.wraps == "wrapper")
+        for module in model.modules():
+            if isinstance(module, Recomputed):
+                module.is_reentrant = self.may_reenter and r.random() < 0.5
+        return model
+
+
+def draw(seed: int) -> Plan:
+    """Return training number ``seed``."""
+    r = random.Random(f"plan {seed}")
+    dtype = r.choice([torch.float32, torch.float64])
+    wraps = r.choice(["blocks", "list", "wrapper"])
+    manages = r.random() < 0.8
+    offloads = dtype == torch.float32 and r.random() < 0.3
+    asks = r.random() < 0.2
+    plan = Plan(
+        seed=seed,
+        dtype=dtype,
+        wraps=wraps,
+        blocks=(),
+        optimizer="offload" if offloads else r.choice(["adam", "adamw", "torch", "sgd"]),
+        splits=r.random() < 0.3,
+        manages=manages,
+        loss_scale=r.choice([None, 8.0]) if manages else None,
+        clips=manages and r.random() < 0.5,
+        may_reenter=not asks,
+        steps=(),
+    )
+    model = plan.model()
+    count, parameters = len(model.layers), len(list(model.parameters()))
+    blocks = tuple(
+        BlockPlan(
+            level=r.randint(0, 3) if wraps != "wrapper" else 3,
+            recomputes=r.random() < 0.5,
+            reduce_dtype=r.choice(["param", "fp32", "fp32-sum"]),
+        )
+        for _ in range(count)
+    )
+    settings = {"count": count, "parameters": parameters, "blocks": blocks, "asks": asks, "plan": plan}
+    steps = tuple(_draw_step(r, **settings) for _ in range(STEPS))
+    return Plan(**{**vars(plan), "blocks": blocks, "steps": steps})
+
+
+def _draw_step(
+    r: random.Random, count: int, parameters: int, blocks: Sequence[BlockPlan], asks: bool, plan: Plan
+) -> StepPlan:
+    orders = []
+    for _ in range(r.randint(1, 3)):
+        order = list(range(count))
+        if r.random() < 0.3:  # skipped, repeated, in another order
+            order = [r.randrange(count) for _ in range(r.randint(0, count + 1))]
+        orders.append(tuple(order))
+    changes = r.random() < 0.3
+    fails = r.choice(["forward", "backward"]) if r.random() < 0.2 else None
+    return StepPlan(
+        fails=fails,
+        keeps_zeros=fails is None
+        and r.random() < 0.2,  # which gradients a backward pass leaves that failed is undefined
+        frozen=tuple(n for n in range(2, parameters) if r.random() < 0.3) if r.random() < 0.3 else (),
+        levels=tuple(r.randint(1, 3) if changes and block.level else block.level for block in blocks),
+        recompute=tuple(r.random() < 0.5 if changes else block.recomputes for block in blocks),
+        orders=tuple(orders),
+        held=tuple(plan.manages and r.random() < 0.4 for _ in orders),
+        one_backward=r.random() < 0.2,
+        twice=r.random() < 0.15,
+        asks_for_gradients=asks and r.random() < 0.5,
+        between=r.choice(["no_grad", "inference", "state_dict"]) if r.random() < 0.3 else None,
+        writes=r.random() < 0.15,
+        evaluates=r.random() < 0.3,
+        overflows=plan.loss_scale is not None and r.random() < 0.2,
+        resumes=plan.manages and r.random() < 0.15,
+    )
+
+
+class Interrupt(Exception):
+    """What a first try of a step fails with."""
+
+
+@dataclass
+class Record:
+    """What a training came to: names and values, in order. Of gradients and parameters, whole."""
+
+    values: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Append a copy of ``value``."""
+        self.values.append((name, value.detach().clone()))
+
+
+class Training:
+    """A training by one process, which has the data of all ranks."""
+
+    def __init__(self, plan: Plan, world_size: int) -> None:
+        self.plan, self.world_size, self.record = plan, world_size, Record()
+        self.model: Any = self.build(plan.model())
+        self.named: list[tuple[str, nn.Parameter]] = list(self.model.named_parameters())
+        self.parameters = [parameter for _, parameter in self.named]
+        halves = [self.parameters[::2], self.parameters[1::2]] if plan.splits else [self.parameters]
+        self.optimizers = [self.optimizer(half) for half in halves]
+
+    def run(self) -> Record:
+        """Take all steps."""
+        for number, plan in enumerate(self.plan.steps):
+            self.step(number, plan)
+        return self.record
+
+    def step(self, number: int, plan: StepPlan) -> None:
+        """Take a step."""
+        self.prepare(plan)
+        if plan.fails is not None:
+            self.fail(number, plan.fails)
+            self.prepare(plan)
+        for index, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(index not in plan.frozen)
+        total = torch.zeros((), dtype=self.plan.dtype)
+        for micro, (order, is_held) in enumerate(zip(plan.orders, plan.held, strict=True)):
+            with self.holding(is_held):
+                loss = self.loss(number, micro, order)
+                self.record.add(f"loss {micro} of step {number}", self.mean(loss))
+                if plan.asks_for_gradients:
+                    weight = self.parameters[0]
+                    (asked,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+                    self.record.add(f"gradient {micro} asked for in step {number}", self.whole(weight, asked))
+                self.look(number, plan.between)
+                if plan.one_backward:
+                    total = total + loss
+                else:
+                    self.backward(loss, plan)
+        if plan.one_backward:
+            self.backward(total, plan)
+        if plan.overflows:
+            self.overflow()
+            return
+        self.complete(plan)
+        if self.plan.clips:
+            self.record.add(f"norm of step {number}", self.clip())
+        if self.plan.clips or True not in plan.held:
+            for name, parameter in self.named:
+                if parameter.grad is not None:
+                    grad = self.whole(parameter, parameter.grad) / self.loss_scale()
+                    self.record.add(f"gradient of {name} in step {number}", grad)
+        self.update()
+        for name, parameter in self.named:
+            self.record.add(f"{name} after step {number}", self.whole(parameter, parameter.data))
+        if plan.writes:
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    parameter.mul_(0.9)
+        for name, buffer in sorted(self.model.named_buffers()):
+            self.record.add(f"{name} after step {number}", buffer)
+        if plan.evaluates:
+            with torch.no_grad():
+                loss = self.loss(number, 9, range(len(self.model.layers)))
+            self.record.add(f"loss evaluated after step {number}", self.mean(loss))
+        if plan.resumes:
+            self.resume(number)
+
+    def fail(self, number: int, where: str) -> None:
+        """Begin a step that fails in the middle of the layers."""
+
+        def interrupt(module: nn.Module, args: Any, output: Any) -> None:
+            if where == "forward":
+                raise Interrupt
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(interrupt_backward)  # type: ignore[no-untyped-call]
+
+        def interrupt_backward(grad: torch.Tensor) -> None:
+            raise Interrupt
+
+        count = len(self.model.layers)
+        handle = self.model.layers[count // 2].register_forward_hook(interrupt)
+        try:
+            self.loss(number, 8, range(count)).backward()  # type: ignore[no-untyped-call]
+        except Interrupt:
+            pass
+        finally:
+            handle.remove()
+
+    def look(self, number: int, how: str | None) -> None:
+        """Use the model between forward and backward."""
+        if how == "state_dict":
+            for name, value in self.model.state_dict().items():
+                self.record.add(f"{name} read in step {number}", value)
+        elif how is not None:
+            with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+                loss = self.loss(number, 7, range(len(self.model.layers)))
+                self.record.add(f"loss evaluated in step {number}", self.mean(loss))
+
+    def loss(self, step: int, micro: int, order: Iterable[int]) -> torch.Tensor:
+        """Return the sum over the ranks whose data this process has of their mean losses."""
+        total = torch.zeros((), dtype=self.plan.dtype)
+        places = [(module._buffers, name) for module in self.model.modules() for name in module._buffers]
+        before = [holder[name] for holder, name in places]
+        for rank in self.ranks():
+            for (holder, name), buffer in zip(places, before, strict=True):
+                holder[name] = buffer.clone()  # every rank changes its own
+            generator = torch.Generator().manual_seed(((self.plan.seed * 10 + step) * 10 + micro) * 10 + rank)
+            tokens = torch.randint(TOKENS, (2, LENGTH), generator=generator)
+            logits = self.model(tokens, list(order))
+            total = total + F.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten())
+        return total
+
+    def backward(self, loss: torch.Tensor, plan: StepPlan) -> None:
+        """Run backward, maybe twice."""
+        loss = self.scaled(loss)
+        if plan.twice:
+            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def build(self, model: Model) -> nn.Module:
+        """Return the model that is trained."""
+        return model
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return a new optimizer."""
+        if self.plan.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.8)
+        kind = torch.optim.AdamW if self.plan.optimizer == "adamw" else torch.optim.Adam
+        return kind(parameters, weight_decay=0.01, **ADAM)
+
+    def ranks(self) -> Iterable[int]:
+        """Return the ranks whose data this process has."""
+        return range(self.world_size)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Begin a step."""
+        self.visited = {id(p) for name, p in self.named if not name.startswith("layers.")}
+        self.visited |= {
+            id(p) for order in plan.orders for index in order for p in self.model.layers[index].parameters()
+        }
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=not plan.keeps_zeros)
+
+    def holding(self, is_held: bool) -> AbstractContextManager[Any]:
+        """Inside, gradients may stay local."""
+        return nullcontext()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what backward is run on."""
+        return loss / self.world_size if self.plan.manages else loss
+
+    def loss_scale(self) -> float:
+        """Return how much larger gradients are than those of the loss."""
+        return 1.0
+
+    def overflow(self) -> None:
+        """Take a step with infinite gradients: none; they are cleared."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def complete(self, plan: StepPlan) -> None:
+        """Make gradients as complete as those of blocks: zero, where a block that ran does not need a parameter."""
+        for parameter in self.parameters:
+            if parameter.grad is None and parameter.requires_grad and id(parameter) in self.visited:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def resume(self, number: int) -> None:
+        """Go on as if from a checkpoint, which holds no gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def clip(self) -> torch.Tensor:
+        """Clip all gradients to ``MAX_NORM`` and return their norm."""
+        return nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
+
+    def update(self) -> None:
+        """Update the parameters."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all ranks of what a loss came to."""
+        return value / self.world_size
+
+    def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of ``tensor``, which is laid out like ``parameter``."""
+        return tensor
+
+
+class ShardedTraining(Training):
+    """The same by the ranks of this run."""
+
+    def __init__(self, plan: Plan, folder: str) -> None:
+        super().__init__(plan, runtime.world_size())
+        self.folder = folder
+        self.manager = OptimManager(loss_scale=plan.loss_scale)
+        for optimizer in self.optimizers:
+            self.manager.add_optimizer(optimizer)
+
+    def resume(self, number: int) -> None:
+        """Go on with another model, from a checkpoint."""
+        save_checkpoint(self.folder, self.model, self.manager, step=number)
+        other = ShardedTraining(self.plan, self.folder)
+        with torch.no_grad():
+            for parameter in other.parameters:
+                parameter.zero_()
+        load_checkpoint(self.folder, other.model, other.manager)
+        for name in ("model", "named", "parameters", "optimizers", "manager"):
+            setattr(self, name, getattr(other, name))
+
+    def build(self, model: Model) -> nn.Module:
+        """Return the model, of blocks."""
+        blocks: list[nn.Module] = list(model.layers)
+        if self.plan.wraps != "wrapper":
+            for layer, b in zip(blocks, self.plan.blocks, strict=True):
+                Block(layer, use_checkpoint=b.recomputes, zero_level=b.level, reduce_dtype=b.reduce_dtype)
+        if self.plan.wraps == "list":
+            model.layers = TransformerBlockList(blocks)  # type: ignore[assignment]
+        return BMTrainModelWrapper(model)
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return a new optimizer."""
+        if self.plan.optimizer in ("torch", "sgd"):
+            return super().optimizer(parameters)
+        kind = Offload if self.plan.optimizer == "offload" else AdamOptimizer
+        return kind(parameters, weight_decay=0.01, decoupled_weight_decay=self.plan.optimizer == "adamw", **ADAM)
+
+    def ranks(self) -> Iterable[int]:
+        """Return this rank."""
+        return [runtime.rank()]
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Begin a step."""
+        if self.plan.manages and not plan.keeps_zeros:
+            self.manager.zero_grad()
+        else:
+            super().prepare(plan)
+        for layer, level, recomputes in zip(self.model.layers, plan.levels, plan.recompute, strict=True):
+            layer._zero_level, layer._use_checkpoint = level, recomputes
+
+    def holding(self, is_held: bool) -> AbstractContextManager[Any]:
+        """Inside, gradients may stay local."""
+        return no_sync(self.model) if is_held else nullcontext()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what backward is run on."""
+        return self.manager.scale_loss(loss) if self.plan.manages else loss
+
+    def loss_scale(self) -> float:
+        """Return how much larger gradients are than those of the loss."""
+        return self.manager.loss_scale
+
+    def overflow(self) -> None:
+        """Take a step with infinite gradients: none."""
+        skipped = self.manager.skipped_steps
+        self.manager.backward(self.model(torch.zeros(1, 1, dtype=torch.int64), []).sum() * float("inf"))
+        self.manager.step()
+        self.manager.settle()
+        assert self.manager.skipped_steps == skipped + 1
+
+    def complete(self, plan: StepPlan) -> None:
+        """Gradients are complete."""
+
+    def clip(self) -> torch.Tensor:
+        """Clip all gradients to ``MAX_NORM`` and return their norm."""
+        return self.manager.clip_grad_norm(self.parameters, MAX_NORM)
+
+    def update(self) -> None:
+        """Update the parameters."""
+        if self.plan.manages:
+            self.manager.step()
+        else:
+            super().update()
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all ranks of what a loss came to."""
+        return sum_loss(value.detach())
+
+    def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of ``tensor``, which is laid out like ``parameter``. Collective."""
+        assert isinstance(parameter, DistributedParameter)
+        return parameter.gather_like(tensor)
+
+
+def run_sharded(plan: Plan, folder: str) -> Record:
+    """Train by the ranks of this run. Collective."""
+    return ShardedTraining(plan, folder).run()
+
+
+def differences(plan: Plan, world_size: int, folder: str) -> list[str]:
+    """Train both ways and return what differs by more than rounding, first things first. ``folder`` is for checkpoints."""
+    expected = dict(Training(plan, world_size).run().values)
+    # Norms, and so what is clipped, are float32 for any parameters.
+    rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-7)
+    messages = []
+    for rank, record in enumerate(run_ranks(run_sharded, world_size, plan, folder)):
+        found = dict(record.values)
+        if list(found) != list(expected):
+            messages.append(f"rank {rank}: not in both: {sorted(set(expected) ^ set(found))}")
+        for name in [name for name in expected if name in found]:
+            value, other = expected[name], found[name]
+            if not torch.allclose(other.to(value.dtype), value, rtol=rtol, atol=atol):
+                messages.append(f"rank {rank}: {name} is off by {float((other - value).abs().max()):.3g}")
+    return messages
