@@ -201,9 +201,37 @@ class Recomputed(nn.Module):
         return checkpoint(self.part, x, use_reentrant=self.is_reentrant)  # type: ignore[no-any-return]
 
 
+class Other(nn.Module):
+    """Parameters of another dtype than the rest."""
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.layer.weight.dtype)).to(x.dtype) * self.gain  # type: ignore[no-any-return]
+
+
+class Aux(nn.Module):
+    """A loss that leaves by an attribute."""
+
+    aux: torch.Tensor | None = None
+
+    def __init__(self, r: random.Random) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.number = nn.Parameter(torch.empty(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        self.aux = y.square().mean() + self.number.sum().square()
+        return y
+
+
 PARTS: list[Callable[[random.Random], nn.Module]] = [
     *[Mlp, Attention, TorchAttention, Norm, Scale, Pieces, Twice, Experts],
-    *[Positions, Own, Aside, Counting, Nothing, Recomputed],
+    *[Positions, Own, Aside, Counting, Nothing, Recomputed, Other, Aux],
 ]
 
 
@@ -222,6 +250,14 @@ class Layer(nn.Module):
             out = out + 0.5 * part(out)
         return {"tensor": out, "tuple": (out, None, 3), "dict": {"x": out}, "keyword": [out]}[self.shape]
 
+    def take_aux(self) -> Any:
+        """Return the sum of the losses on the side of the last call."""
+        found = [part for part in self.parts if isinstance(part, Aux)]
+        total = sum((part.aux for part in found if part.aux is not None), 0.0)
+        for part in found:
+            part.aux = None
+        return total
+
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Call the layer and return its hidden state."""
         if self.shape == "keyword":
@@ -232,6 +268,8 @@ class Layer(nn.Module):
 
 class Model(nn.Module):
     """An embedding, ``layers`` in the order that is asked for, and a head, which may be the embedding."""
+
+    aux: Any = 0.0
 
     def __init__(self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool) -> None:
         super().__init__()
@@ -248,16 +286,22 @@ class Model(nn.Module):
             if first.up.weight.shape == second.up.weight.shape:
                 first.up.weight = second.up.weight
         self.to(dtype)
+        for other in [module for module in self.modules() if isinstance(module, Other)]:
+            other.layer.to(torch.float32 if dtype == torch.float64 else torch.float64)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.normal_(std=0.4)
 
     def forward(self, tokens: torch.Tensor, order: list[int]) -> torch.Tensor:
+        """Return logits; the losses on the side are in :attr:`aux`."""
         x = self.embedding(tokens)
+        self.aux = 0.0
         if order == list(range(len(self.layers))) and not isinstance(self.layers, nn.ModuleList):
             x = self.layers(x)
+            self.aux = sum((layer.take_aux() for layer in self.layers), 0.0)
         else:
             for index in order:
                 layer: Any = self.layers[index]
                 x = layer.run(x)
+                self.aux = self.aux + layer.take_aux()
         return self.head(self.norm(x))  # type: ignore[no-any-return]

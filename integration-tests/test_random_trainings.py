@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from random_trainings import differences, draw
 
-# Those of 6, 14, 78 and 92 have found mistakes.
-SEEDS = {1: [6, 14, 78, 92], 2: [78, *range(30, 38)], 4: [92, *range(40, 44)]}
+# Those of 12, 29 and 34 have found mistakes.
+SEEDS = {1: [12, 29, 34], 2: [12, 29, 34, *range(60, 67)], 4: [29, *range(70, 74)]}
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
