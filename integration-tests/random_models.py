@@ -121,7 +121,7 @@ class Positions(nn.Embedding):
         super().__init__(LENGTH + 2, WIDTH, padding_idx=r.choice([None, 1]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(torch.arange(x.shape[1]))
+        return x + super().forward(torch.arange(x.shape[1], device=x.device))
 
 
 class Own(nn.Module):

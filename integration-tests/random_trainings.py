@@ -172,11 +172,13 @@ class Record:
 
     def add(self, name: str, value: torch.Tensor) -> None:
         """Append a copy of ``value``."""
-        self.values.append((name, value.detach().clone()))
+        self.values.append((name, value.detach().cpu().clone()))
 
 
 class Training:
     """A training by one process, which has the data of all ranks."""
+
+    device = torch.device("cpu")
 
     def __init__(self, plan: Plan, world_size: int) -> None:
         self.plan, self.world_size, self.record = plan, world_size, Record()
@@ -290,6 +292,7 @@ class Training:
                 holder[name] = buffer.clone()  # every rank changes its own
             generator = torch.Generator().manual_seed(((self.plan.seed * 10 + step) * 10 + micro) * 10 + rank)
             tokens = torch.randint(TOKENS, (2, LENGTH), generator=generator)
+            tokens = tokens.to(self.device)
             logits = self.model(tokens, list(order))
             total = total + F.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten()) + 0.1 * self.model.aux
         return total
@@ -374,6 +377,7 @@ class ShardedTraining(Training):
     """The same by the ranks of this run."""
 
     def __init__(self, plan: Plan, folder: str) -> None:
+        self.device = runtime.current().device
         super().__init__(plan, runtime.world_size())
         self.folder = folder
         self.manager = OptimManager(loss_scale=plan.loss_scale)
@@ -436,7 +440,9 @@ class ShardedTraining(Training):
     def overflow(self) -> None:
         """Take a step with infinite gradients: none."""
         skipped = self.manager.skipped_steps
-        self.manager.backward(self.model(torch.zeros(1, 1, dtype=torch.int64), []).sum() * float("inf"))
+        self.manager.backward(
+            self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), []).sum() * float("inf")
+        )
         self.manager.step()
         self.manager.settle()
         assert self.manager.skipped_steps == skipped + 1
@@ -470,15 +476,17 @@ def run_sharded(plan: Plan, folder: str) -> Record:
     return ShardedTraining(plan, folder).run()
 
 
-def differences(plan: Plan, world_size: int, folder: str) -> list[str]:
-    """Train both ways and return what differs by more than rounding, first things first. ``folder`` is for checkpoints."""
+def differences(plan: Plan, world_size: int, folder: str, device: str = "cpu") -> list[str]:
+    """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
+
+    ``folder`` is for checkpoints.
+    """
     expected = dict(Training(plan, world_size).run().values)
     # Norms, and so what is clipped, are float32 for any parameters.
     rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
+    init = {"device": device, "prefetch_bytes": plan.prefetch_bytes}
     messages = []
-    for rank, record in enumerate(
-        run_ranks(run_sharded, world_size, plan, folder, init={"prefetch_bytes": plan.prefetch_bytes})
-    ):
+    for rank, record in enumerate(run_ranks(run_sharded, world_size, plan, folder, init=init)):
         found = dict(record.values)
         if list(found) != list(expected):
             messages.append(f"rank {rank}: not in both: {sorted(set(expected) ^ set(found))}")
