@@ -169,34 +169,38 @@ class Scaled(nn.Module):
         self.scale = nn.Parameter(torch.arange(1.0, 1 + WIDTH * WIDTH).view(WIDTH, WIDTH) / 10)
         self.how = how
 
-    def part(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.scale) @ self.scale
+    def part(self, x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.scale) @ self.scale + constant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = Product.apply(x, self.scale)  # type: ignore[no-untyped-call]
         if self.how == "not":
-            return x + self.part(x)
-        out: torch.Tensor = checkpoint(self.part, x, use_reentrant=self.how == "reentrant")
+            return x + self.part(x, torch.ones(WIDTH))
+        out: torch.Tensor = checkpoint(self.part, x, torch.ones(WIDTH), use_reentrant=self.how == "reentrant")
         return x + out
 
 
-def scaled(how: str, recomputes: bool) -> tuple[list[torch.Tensor], bool]:
+def scaled(how: str, recomputes: bool, trains: bool) -> tuple[list[Any], bool]:
     block = Block(Scaled(how), zero_level=3, use_checkpoint=recomputes)
+    block.requires_grad_(trains)
     found = []
     for number in range(3):
         x = batch(number, rank()).requires_grad_()
         block(x).square().mean().backward()
         assert x.grad is not None
-        found += [x.grad, full_gradient(block.scale)]
+        found += [x.grad, full_gradient(block.scale) if trains else None]
     return found, block._bmt_block.is_called_again
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_parts_without_layers_are_found_and_functions_that_are_given_parameters_are_none(recomputes: bool) -> None:
-    expected = run_ranks(scaled, 2, "not", recomputes)
-    assert [is_called_again for _, is_called_again in expected] == [False, False]
+@pytest.mark.parametrize("trains", [False, True])
+def test_parts_without_layers_are_found_and_functions_that_are_given_parameters_are_none(
+    trains: bool, recomputes: bool
+) -> None:
+    expected = run_ranks(scaled, 2, "not", recomputes, trains)
+    assert not trains or [is_called_again for _, is_called_again in expected] == [False, False]
     for how in ("frames", "reentrant"):
-        found = run_ranks(scaled, 2, how, recomputes)
+        found = run_ranks(scaled, 2, how, recomputes, trains)
         assert [is_called_again for _, is_called_again in found] == [True, True]
         torch.testing.assert_close([grads for grads, _ in found], [grads for grads, _ in expected])
 

@@ -67,7 +67,8 @@ class WatchForParts(TorchFunctionMode):
     """Inside, ``use`` is told when backward will call a part again.
 
     Then somebody else takes the tensors that are saved; or an ``autograd.Function`` uses, with gradients off, a parameter that
-    it was not given. Other uses of a parameter while gradients are off count too: nothing tells them from the latter.
+    it was not given. Other uses of a parameter while gradients are off count too, and so does a frozen one that a function was
+    given: nothing tells them from the latter.
     """
 
     def __init__(self, use: Use, fulls: Sequence[torch.Tensor]) -> None:
@@ -92,7 +93,7 @@ class WatchForParts(TorchFunctionMode):
         """Look at what the functions were given, which their nodes in the graph know by now."""
         for node, full in self._silent:
             given = () if node is None else node.next_functions
-            if (full.grad_fn, full.output_nr) not in given:
+            if full.grad_fn is None or (full.grad_fn, full.output_nr) not in given:
                 self._use.is_called_again = True
 
 
