@@ -3,8 +3,8 @@
 ``torch.utils.checkpoint`` inside a block calls a part of the block's forward once more, in backward, when the modules hold shards
 again. So a use of which such a part was seen gets whole parameters into the modules for as long as its backward runs. Linear
 layers look whether they are inside of one, where others take what is saved, or gradients are off; in a block's first forward
-every operation is looked at (:class:`WatchForParts`). What is called again computes and saves what it did in forward. In a part that
-``use_reentrant=True`` differentiates by itself, gradients arrive at these parameters, and are added to the block's.
+every operation is looked at (:class:`WatchForParts`). What is called again computes and saves what it did in forward. In a part
+that ``use_reentrant=True`` differentiates by itself, gradients arrive at these parameters, and are added to the block's.
 """
 
 from __future__ import annotations
