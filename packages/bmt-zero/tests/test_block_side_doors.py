@@ -17,6 +17,7 @@ from bmt_core import runtime
 from bmt_core.errors import BmtError, ConfigError
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
+from bmt_zero.memory import gathered_memory
 
 
 def line(weight: float = 1.0) -> nn.Linear:
@@ -402,14 +403,33 @@ def refused() -> None:
     for module in (block, wrapped):
         with pytest.raises(ConfigError, match="assign=True"):
             module.load_state_dict(line().state_dict(), assign=True)
-    x = X.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):  # a second derivative: never a wrong number
-        grad.sum().backward()
 
 
 def test_what_cannot_be_done_is_refused() -> None:
     run_ranks(refused, 2)
+
+
+def second_derivatives(level: int, use_checkpoint: bool) -> None:
+    first, second = (Block(line(), zero_level=level, use_checkpoint=use_checkpoint) for _ in range(2))
+    frozen = Block(line().requires_grad_(False), zero_level=level, use_checkpoint=use_checkpoint)
+    aside = Block(Auxiliary(), zero_level=level, use_checkpoint=use_checkpoint)
+    for loss in (
+        lambda x: (second(first(x)) * torch.tensor([1.0, 3.0])).sum(),  # the gradients that come in are constants
+        lambda x: frozen(x).sum(),
+        lambda x: first(x).square().sum(),
+        lambda x: aside(x).sum() * 0 + aside.aux,
+    ):
+        x = X.clone().requires_grad_()
+        with pytest.raises(BmtError, match="no second derivatives through Blocks"):
+            torch.autograd.grad(loss(x), x, create_graph=True)
+        x = X.clone().requires_grad_()
+        torch.autograd.grad(loss(x), x)  # nothing was left behind
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("level", [0, 3])
+def test_second_derivatives_are_refused_before_they_are_wrong(level: int, use_checkpoint: bool) -> None:
+    run_ranks(second_derivatives, 2, level, use_checkpoint)
 
 
 def prompts() -> tuple[int, bool]:
@@ -417,6 +437,8 @@ def prompts() -> tuple[int, bool]:
     prompt = X.clone().requires_grad_()
     for _ in range(5):
         block(prompt).sum().backward()
+    (grad,) = torch.autograd.grad(block(prompt).sum(), prompt)
+    assert torch.equal(grad, torch.full((1, 2), 2.0)) and gathered_memory.current == 0
     return len(prompt._backward_hooks or {}), torch.equal(prompt.grad, torch.full((1, 2), 10.0))  # type: ignore[arg-type]
 
 

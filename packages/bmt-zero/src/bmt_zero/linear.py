@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from bmt_zero.once import once
 from bmt_zero.placement import present_hooks
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
         return linear(input, weight, bias).detach()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.use is not None:
             ctx.use.begin_backward()  # a side door, see bmt_zero.saved, may have come first

@@ -307,7 +307,8 @@ class BlockState:
             # All parameters are frozen: there is no Enter to run after the block, but its inputs' gradients come last.
             token = torch.empty(0, device=gated[0].device)
             sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-            if sources:
+            # Torch cannot watch several leaves in autograd.grad(); after leaves little follows, and the pass ends.
+            if sources and True not in [source.is_leaf for source in sources]:
                 use.hook = register_multi_grad_hook(sources, _Ends(use))
         left = Leave.apply(use, token, *gated)  # type: ignore[no-untyped-call]
         passed = {id(old): new for old, new in zip(gated, left, strict=True)}

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from bmt_core.gradient import accumulates
 from bmt_zero.engine import engine
 from bmt_zero.full_gradients import FullGradients
+from bmt_zero.once import once
 from bmt_zero.placement import Placement
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Enter(torch.autograd.Function):
         return torch.empty(0, device=shards[0].device), *fulls
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: Any) -> Any:
         return None, None, *ctx.use.end_backward(grads[1:], ctx.needs_input_grad[2:], leaf=ctx.leaf)
 
@@ -250,7 +250,7 @@ class Leave(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.use.begin_backward()
         token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
