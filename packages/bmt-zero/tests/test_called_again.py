@@ -161,6 +161,22 @@ class Product(torch.autograd.Function):
         return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
 
 
+class Sum(torch.autograd.Function):
+    """``x + weight.sum()``, in torch's other style."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + weight.sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], grads[0].sum().expand_as(ctx.saved_tensors[0])
+
+
 class Scaled(nn.Module):
     """Has a part without any layer; ``how`` it is called again: "not", "frames" or "reentrant"."""
 
@@ -170,10 +186,10 @@ class Scaled(nn.Module):
         self.how = how
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.scale) @ self.scale
+        return torch.tanh(x @ self.scale.mT) @ self.scale.mT
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = Product.apply(x, self.scale)  # type: ignore[no-untyped-call]
+        x = Sum.apply(Product.apply(x, self.scale), self.scale)  # type: ignore[no-untyped-call]
         if self.how == "not":
             return x + self.part(x)
         out: torch.Tensor = checkpoint(self.part, x, use_reentrant=self.how == "reentrant")
@@ -199,6 +215,39 @@ def test_parts_without_layers_are_found_and_functions_that_are_given_parameters_
         found = run_ranks(scaled, 2, how, recomputes)
         assert [is_called_again for _, is_called_again in found] == [True, True]
         torch.testing.assert_close([grads for grads, _ in found], [grads for grads, _ in expected])
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, 1 + WIDTH * WIDTH).view(WIDTH, WIDTH) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.scale)
+
+
+class WithTraced(nn.Module):
+    """Its part is code that was generated, which has no module's name."""
+
+    def __init__(self, is_traced: bool) -> None:
+        super().__init__()
+        self.part = torch.fx.symbolic_trace(Bare()) if is_traced else Bare()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.part, x, use_reentrant=True)
+        return x + out
+
+
+def traced(is_traced: bool) -> list[torch.Tensor]:
+    block = Block(WithTraced(is_traced), zero_level=3)
+    x = batch(0, rank()).requires_grad_()
+    block(x).square().mean().backward()
+    assert x.grad is not None
+    return [x.grad, *(full_gradient(parameter) for parameter in block.parameters())]
+
+
+def test_a_part_that_was_traced_is_found() -> None:
+    torch.testing.assert_close(run_ranks(traced, 2, True), run_ranks(traced, 2, False))
 
 
 class Tied(nn.Module):

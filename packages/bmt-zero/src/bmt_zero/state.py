@@ -263,9 +263,8 @@ class BlockState:
         with self._substituted(use, fulls):
             if self._is_watched or not torch.is_grad_enabled():
                 return call(*args, **kwargs)
-            with WatchForParts(use, fulls) as watch:
+            with WatchForParts(use, fulls):
                 outputs = call(*args, **kwargs)
-            watch.finish()
             self._is_watched, self.is_called_again = True, use.is_called_again
             return outputs
 
