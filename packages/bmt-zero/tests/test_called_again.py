@@ -283,6 +283,16 @@ def test_parts_with_weights_of_other_blocks_train_alike(how: str, recomputes: bo
     )
 
 
+def tied_and_called_again_on_one_rank(recomputes: bool) -> list[torch.Tensor]:
+    return tied("frames" if rank() == 0 else "not", recomputes)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_part_that_one_rank_alone_calls_again_hangs_nobody(recomputes: bool) -> None:
+    found = run_ranks(tied_and_called_again_on_one_rank, 2, recomputes, init={"timeout": 20})
+    torch.testing.assert_close(found, run_ranks(tied, 2, "not", True), rtol=1e-5, atol=1e-6)
+
+
 class WithCompiledPart(nn.Module):
     """``how`` it is compiled: "not", as a module, in place, or as a function."""
 

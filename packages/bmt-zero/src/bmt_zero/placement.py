@@ -32,10 +32,13 @@ Homes = Sequence[tuple[dict[str, Any], str, int]]
 class Placement:
     """Leaves on the gathered parameters of one use, for the places of a block.
 
-    Parameters that the block does not shard are gathered by themselves: collective, if there are any.
+    Parameters that the block does not shard are those that forward found, ``gathered``. They are not gathered again, for
+    forward may have called such a part on some ranks only.
     """
 
-    def __init__(self, flats: Sequence[FlatShard], homes: Homes, foreign: Sequence[Place]) -> None:
+    def __init__(
+        self, flats: Sequence[FlatShard], homes: Homes, foreign: Sequence[Place], gathered: dict[int, torch.Tensor]
+    ) -> None:
         self._leaves = [
             view.detach().requires_grad_(parameter.requires_grad)
             for flat in flats
@@ -43,8 +46,8 @@ class Placement:
         ]
         self._homes = homes
         with torch.enable_grad():
-            gathered = {id(p): p.gather() for p in dict.fromkeys(place.parameter for place in foreign)}
-        self._foreign = [(holder, name, gathered[id(parameter)]) for holder, name, parameter in foreign]
+            fulls = {id(p): p.gathered_as(gathered[id(p)]) for _, _, p in foreign if id(p) in gathered}
+        self._foreign = [(holder, name, fulls[id(p)]) for holder, name, p in foreign if id(p) in fulls]
 
     def put(self) -> None:
         """Put them in their places."""

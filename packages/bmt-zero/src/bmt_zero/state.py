@@ -147,9 +147,9 @@ class BlockState:
         for flat in self.flats:
             flat.want(False)
 
-    def place(self, flats: list[FlatShard]) -> Placement:
-        """Put whole parameters into the modules until :meth:`displace`; those of ``flats`` are gathered. Collective."""
-        self._placements.append(Placement(flats, self._own, self._foreign))
+    def place(self, flats: list[FlatShard], foreign: dict[int, torch.Tensor]) -> Placement:
+        """Put whole parameters, which are gathered, into the modules until :meth:`displace`; of others by their ids."""
+        self._placements.append(Placement(flats, self._own, self._foreign, foreign))
         self.settle()
         return self._placements[-1]
 
@@ -278,12 +278,15 @@ class BlockState:
         try:
             for holder, name, index in self._own:
                 holder[name] = fulls[index]
+            foreign = {id(place.parameter): gather_once(place.parameter) for place in self._foreign}
             for holder, name, parameter in self._foreign:
-                holder[name] = gather_once(parameter)
+                holder[name] = foreign[id(parameter)]
             for attributes, forward in self._direct:
                 attributes["forward"] = forward
             use.hooks = present_hooks()
             yield
+            if use.is_called_again and not use.foreign:
+                use.foreign = {key: full.detach() for key, full in foreign.items()}
         finally:
             running.remove(self.flats)
             self.use, self.running, use.hooks = before, was_running, None
