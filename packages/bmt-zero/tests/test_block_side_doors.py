@@ -178,10 +178,21 @@ class Changing(nn.Module):
         self.register_buffer("replaced", torch.full((2,), 2.0))
         self.register_buffer("late", None)
         self.register_buffer("gone", torch.ones(2))
+        self.register_buffer("silent", torch.full((2, 2), 0.5))
+        self.register_buffer("grown", torch.ones(1))
+        self.register_buffer("expanded", torch.full((1,), 0.5).expand(2))
+        self.child = nn.Module()
         self.alias = [self.matrix]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.linear(x * self.alias[0].sum())
+        y = torch.sin(y * self.silent.sum() * self.expanded + self.grown.sum())
+        self.silent.data.mul_(1.5)
+        self.grown.data = torch.cat([self.grown, self.grown])
+        if not hasattr(self.child, "first"):
+            self.child.register_buffer("first", torch.ones(2))
+        y = torch.sin(y * self.child.first)
+        self.child.first = self.child.first + 1
         if self.gone is not None:
             y = y + 3 * y * self.gone
         y = torch.sin(y * self.replaced)
@@ -214,6 +225,36 @@ def test_buffers_that_forward_changes_are_changed_once_and_recomputed_from(use_c
     expected = changing(None)
     for found in run_ranks(changing, 2, use_checkpoint):
         torch.testing.assert_close(found, expected)
+
+
+class Decaying(nn.Module):
+    """A buffer that is changed, and then saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line(3.0)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.5)
+        y: torch.Tensor = self.linear(x) * self.scale
+        return y
+
+
+def decaying(backward_follows: bool) -> list[Any]:
+    block, inputs, losses = Block(Decaying(), use_checkpoint=True), [], []
+    for step in range(3):
+        inputs.append((X + step).clone().requires_grad_())
+        losses.append(block(inputs[-1]).square().sum())
+        if backward_follows:
+            losses.pop().backward()
+    for loss in losses:
+        loss.backward()
+    return [x.grad for x in inputs]
+
+
+def test_a_buffer_that_backward_needs_is_that_of_its_own_forward() -> None:
+    torch.testing.assert_close(run_ranks(decaying, 1, False), run_ranks(decaying, 1, True))
 
 
 class Auxiliary(nn.Module):

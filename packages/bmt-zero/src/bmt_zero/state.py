@@ -20,6 +20,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.parameter import DistributedParameter
 from bmt_core.runtime import current
 from bmt_core.scope import gather_once
+from bmt_zero.buffers import Buffers
 from bmt_zero.engine import engine
 from bmt_zero.flat import FlatShard
 from bmt_zero.linear import direct_linears
@@ -73,7 +74,7 @@ class BlockState:
         self._foreign: list[Place] = []
         self._direct: list[Any] = []
         self._placements: list[Placement] = []  # of uses whose backward runs, the last of which is in place
-        self._buffers: list[dict[str, torch.Tensor | None]] = []
+        self._buffers = Buffers([])
         self._leaf: torch.Tensor | None = None
         self._epoch = -1
         self._is_watched = False  # whether a forward has shown if it is called again
@@ -205,8 +206,8 @@ class BlockState:
         lies = {id(p): (number, i) for number, flat in enumerate(self.flats) for i, p in enumerate(flat.parameters)}
         self._direct = [] if self.compile else direct_linears(self, block, lies)
         device = current().device
-        self._buffers = [module._buffers for module in block.modules() if module._buffers]
-        for home in self._buffers:
+        self._buffers = Buffers([module._buffers for module in block.modules()])
+        for home in self._buffers.homes:
             for name, buffer in home.items():
                 if buffer is not None:
                     home[name] = buffer.to(device)
