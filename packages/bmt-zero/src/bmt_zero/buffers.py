@@ -93,7 +93,7 @@ def _set_all(home: Home, buffers: Home) -> None:
 
 
 def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    if buffer.shape == value.shape:
+    if buffer.shape == value.shape and buffer.layout is torch.strided:
         buffer.data.copy_(value)  # by .data: putting a value back is no modification
     else:
         buffer.data = value.clone()
