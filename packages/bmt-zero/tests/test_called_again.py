@@ -283,6 +283,32 @@ def test_parts_with_weights_of_other_blocks_train_alike(how: str, recomputes: bo
     )
 
 
+class TiedScales(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(how), Scaled(how)])
+        self.layers[1].scale = self.layers[0].scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def tied_scales(how: str) -> list[torch.Tensor]:
+    model = BMTrainModelWrapper(TiedScales(how))
+    x = batch(0, rank()).requires_grad_()
+    model(x).square().mean().backward()
+    assert x.grad is not None
+    return [x.grad, *(full_gradient(parameter) for parameter in model.parameters())]
+
+
+def test_parts_with_nothing_but_weights_of_other_blocks_are_found() -> None:
+    expected = run_ranks(tied_scales, 2, "not")
+    for how in ("frames", "reentrant"):
+        torch.testing.assert_close(run_ranks(tied_scales, 2, how), expected)
+
+
 def tied_and_called_again_on_one_rank(recomputes: bool) -> list[torch.Tensor]:
     return tied("frames" if rank() == 0 else "not", recomputes)
 

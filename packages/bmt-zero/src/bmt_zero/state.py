@@ -261,16 +261,16 @@ class BlockState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        with self._substituted(use, fulls):
+        with self._substituted(use, fulls) as foreign:
             if self._is_watched or not torch.is_grad_enabled():
                 return call(*args, **kwargs)
-            with WatchForParts(use, fulls):
+            with WatchForParts(use, [*fulls, *foreign.values()]):
                 outputs = call(*args, **kwargs)
             self._is_watched, self.is_called_again = True, use.is_called_again
             return outputs
 
     @contextmanager
-    def _substituted(self, use: Use, fulls: list[torch.Tensor]) -> Iterator[None]:
+    def _substituted(self, use: Use, fulls: list[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
         before, self.use = self.use, use
         was_running, self.running = self.running, True
         running.append(self.flats)
@@ -285,7 +285,7 @@ class BlockState:
             for attributes, forward in self._direct:
                 attributes["forward"] = forward
             use.hooks = present_hooks()
-            yield
+            yield foreign
             if use.is_called_again and not use.foreign:
                 use.foreign = {key: full.detach() for key, full in foreign.items()}
         finally:
