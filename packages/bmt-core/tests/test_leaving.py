@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,24 @@ def engines_before_and_after() -> tuple[bool, bool]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
 def test_threads_of_torch_end_with_the_run_though_somebody_keeps_a_group() -> None:
     assert run_ranks(engines_before_and_after, 2, init=None) == [(True, False)] * 2
+
+
+def memory_after_waiting() -> list[bool]:
+    runtime.init_distributed(device="cpu")
+    world = runtime.current().world
+    whole, part = torch.ones(4), torch.ones(2)
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in (whole, part)]
+    world.all_gather(whole, part).wait()
+    del whole, part
+    deadline = time.monotonic() + 10
+    while any(storage() is not None for storage in storages) and time.monotonic() < deadline:
+        time.sleep(0.01)  # gloo's thread lets go a moment after the caller has waited
+    runtime.shutdown()
+    return [storage() is None for storage in storages]
+
+
+def test_a_group_keeps_nothing_of_a_collective_that_was_waited_for() -> None:
+    assert run_ranks(memory_after_waiting, 2, init=None) == [[True, True]] * 2
 
 
 PROGRAM = """

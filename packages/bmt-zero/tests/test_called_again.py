@@ -161,6 +161,22 @@ class Product(torch.autograd.Function):
         return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
 
 
+class Sum(torch.autograd.Function):
+    """``x + weight.sum()``, in torch's other style."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x + weight.sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], grads[0].sum().expand_as(ctx.saved_tensors[0])
+
+
 class Scaled(nn.Module):
     """Has a part without any layer; ``how`` it is called again: "not", "frames" or "reentrant"."""
 
@@ -170,10 +186,10 @@ class Scaled(nn.Module):
         self.how = how
 
     def part(self, x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ self.scale) @ self.scale + constant
+        return torch.tanh(x @ self.scale.mT) @ self.scale.mT + constant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = Product.apply(x, self.scale)  # type: ignore[no-untyped-call]
+        x = Sum.apply(Product.apply(x, self.scale), self.scale)  # type: ignore[no-untyped-call]
         if self.how == "not":
             return x + self.part(x, torch.ones(WIDTH))
         out: torch.Tensor = checkpoint(self.part, x, torch.ones(WIDTH), use_reentrant=self.how == "reentrant")
@@ -198,11 +214,44 @@ def test_parts_without_layers_are_found_and_functions_that_are_given_parameters_
     trains: bool, recomputes: bool
 ) -> None:
     expected = run_ranks(scaled, 2, "not", recomputes, trains)
-    assert not trains or [is_called_again for _, is_called_again in expected] == [False, False]
+    assert [is_called_again for _, is_called_again in expected] == [False, False]
     for how in ("frames", "reentrant"):
         found = run_ranks(scaled, 2, how, recomputes, trains)
         assert [is_called_again for _, is_called_again in found] == [True, True]
         torch.testing.assert_close([grads for grads, _ in found], [grads for grads, _ in expected])
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(1.0, 1 + WIDTH * WIDTH).view(WIDTH, WIDTH) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.scale)
+
+
+class WithTraced(nn.Module):
+    """Its part is code that was generated, which has no module's name."""
+
+    def __init__(self, is_traced: bool) -> None:
+        super().__init__()
+        self.part = torch.fx.symbolic_trace(Bare()) if is_traced else Bare()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.part, x, use_reentrant=True)
+        return x + out
+
+
+def traced(is_traced: bool) -> list[torch.Tensor]:
+    block = Block(WithTraced(is_traced), zero_level=3)
+    x = batch(0, rank()).requires_grad_()
+    block(x).square().mean().backward()
+    assert x.grad is not None
+    return [x.grad, *(full_gradient(parameter) for parameter in block.parameters())]
+
+
+def test_a_part_that_was_traced_is_found() -> None:
+    torch.testing.assert_close(run_ranks(traced, 2, True), run_ranks(traced, 2, False))
 
 
 class Tied(nn.Module):
@@ -236,6 +285,42 @@ def test_parts_with_weights_of_other_blocks_train_alike(how: str, recomputes: bo
     torch.testing.assert_close(
         run_ranks(tied, 2, how, recomputes), run_ranks(tied, 2, "not", True), rtol=1e-5, atol=1e-6
     )
+
+
+class TiedScales(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(how), Scaled(how)])
+        self.layers[1].scale = self.layers[0].scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def tied_scales(how: str) -> list[torch.Tensor]:
+    model = BMTrainModelWrapper(TiedScales(how))
+    x = batch(0, rank()).requires_grad_()
+    model(x).square().mean().backward()
+    assert x.grad is not None
+    return [x.grad, *(full_gradient(parameter) for parameter in model.parameters())]
+
+
+def test_parts_with_nothing_but_weights_of_other_blocks_are_found() -> None:
+    expected = run_ranks(tied_scales, 2, "not")
+    for how in ("frames", "reentrant"):
+        torch.testing.assert_close(run_ranks(tied_scales, 2, how), expected)
+
+
+def tied_and_called_again_on_one_rank(recomputes: bool) -> list[torch.Tensor]:
+    return tied("frames" if rank() == 0 else "not", recomputes)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_part_that_one_rank_alone_calls_again_hangs_nobody(recomputes: bool) -> None:
+    found = run_ranks(tied_and_called_again_on_one_rank, 2, recomputes, init={"timeout": 20})
+    torch.testing.assert_close(found, run_ranks(tied, 2, "not", True), rtol=1e-5, atol=1e-6)
 
 
 class WithCompiledPart(nn.Module):

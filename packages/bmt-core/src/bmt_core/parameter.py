@@ -125,6 +125,11 @@ class DistributedParameter(torch.nn.Parameter):
         gathered: torch.Tensor = _Gather.apply(self, self)  # type: ignore[no-untyped-call]
         return gathered
 
+    def gathered_as(self, full: torch.Tensor) -> torch.Tensor:
+        """Return ``full``, which :meth:`gather` returned before, as if it were gathered now. Only backward is collective."""
+        gathered: torch.Tensor = _Gather.apply(self, self, full)  # type: ignore[no-untyped-call]
+        return gathered
+
     def gather_all(self) -> torch.Tensor:
         """Return the whole tensor, over tensor-parallel ranks too. Collective."""
         full = self.gather()
@@ -352,8 +357,12 @@ def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Te
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, parameter: DistributedParameter) -> torch.Tensor:
+    def forward(
+        ctx: Any, part: torch.Tensor, parameter: DistributedParameter, full: torch.Tensor | None = None
+    ) -> torch.Tensor:
         ctx.parameter = parameter
+        if full is not None:
+            return full.detach()
         full = parameter._shard.assemble(part.detach())
         # With one rank it would be the part itself: a write to a gathered tensor must not depend on the number of ranks.
         return full.clone() if full.untyped_storage()._cdata == part.untyped_storage()._cdata else full
@@ -364,7 +373,7 @@ class _Gather(torch.autograd.Function):
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
         reduced = parameter._shard.reduce(grad)
-        return take_now(parameter, reduced), None
+        return take_now(parameter, reduced), None, None
 
 
 def _rebuild(

@@ -12,12 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from bmt_zero.nested import tensors_in
@@ -33,10 +32,13 @@ Homes = Sequence[tuple[dict[str, Any], str, int]]
 class Placement:
     """Leaves on the gathered parameters of one use, for the places of a block.
 
-    Parameters that the block does not shard are gathered by themselves: collective, if there are any.
+    Parameters that the block does not shard are those that forward found, ``gathered``. They are not gathered again, for
+    forward may have called such a part on some ranks only.
     """
 
-    def __init__(self, flats: Sequence[FlatShard], homes: Homes, foreign: Sequence[Place]) -> None:
+    def __init__(
+        self, flats: Sequence[FlatShard], homes: Homes, foreign: Sequence[Place], gathered: dict[int, torch.Tensor]
+    ) -> None:
         self._leaves = [
             view.detach().requires_grad_(parameter.requires_grad)
             for flat in flats
@@ -44,8 +46,8 @@ class Placement:
         ]
         self._homes = homes
         with torch.enable_grad():
-            gathered = {id(p): p.gather() for p in dict.fromkeys(place.parameter for place in foreign)}
-        self._foreign = [(holder, name, gathered[id(parameter)]) for holder, name, parameter in foreign]
+            fulls = {id(p): p.gathered_as(gathered[id(p)]) for _, _, p in foreign if id(p) in gathered}
+        self._foreign = [(holder, name, fulls[id(p)]) for holder, name, p in foreign if id(p) in fulls]
 
     def put(self) -> None:
         """Put them in their places."""
@@ -67,45 +69,40 @@ class WatchForParts(TorchFunctionMode):
     """Inside, ``use`` is told when backward will call a part again.
 
     Then somebody else takes the tensors that are saved; or an ``autograd.Function`` uses, with gradients off, a parameter that
-    it was not given. Other uses of a parameter while gradients are off count too, and so does a frozen one that a function was
-    given: nothing tells them from the latter.
+    it was not given. Other uses of a parameter while gradients are off count too: nothing tells them from the latter.
     """
 
     def __init__(self, use: Use, fulls: Sequence[torch.Tensor]) -> None:
         self._use = use
         self._fulls = {id(full): full for full in fulls}
-        self._silent: list[tuple[Any, torch.Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``."""
-        if not torch.compiler.is_compiling():
+        result = func(*args, **(kwargs or {}))
+        if not torch.compiler.is_compiling() and not self._use.is_called_again:
             if present_hooks() != self._use.hooks:
                 self._use.is_called_again = True
-            elif not torch.is_grad_enabled() and func.__name__ != "__get__":
+            # To ask for a shape is no use of a tensor, to ask for its transpose is one.
+            elif not torch.is_grad_enabled() and (func.__name__ != "__get__" or isinstance(result, torch.Tensor)):
                 used = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in self._fulls]
                 caller = sys._getframe(1)
-                if used and caller.f_globals["__name__"].partition(".")[0] != "bmt_zero":
-                    node = _running_function(caller)
-                    self._silent += [(node, tensor) for tensor in used]
-        return func(*args, **(kwargs or {}))
-
-    def finish(self) -> None:
-        """Look at what the functions were given, which their nodes in the graph know by now."""
-        for node, full in self._silent:
-            given = () if node is None else node.next_functions
-            if full.grad_fn is None or (full.grad_fn, full.output_nr) not in given:
-                self._use.is_called_again = True
+                if used and caller.f_globals.get("__name__", "").partition(".")[0] != "bmt_zero":
+                    given = _given(caller)
+                    self._use.is_called_again = not all(any(tensor is other for other in given) for tensor in used)
+        return result
 
 
-def _running_function(frame: FrameType | None) -> Any:
-    """Return the node of the ``autograd.Function`` in whose forward ``frame`` is, None if it is in none."""
-    while frame is not None:
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, BackwardCFunction):
-            return first
+def _given(frame: FrameType | None) -> list[Any]:
+    """Return what the ``autograd.Function`` of the block was given in whose forward ``frame`` is, the outermost one."""
+    given: list[Any] = []
+    while frame is not None and frame.f_globals.get("__name__") != "bmt_zero.state":
+        if frame.f_code is _APPLY:
+            given = [*frame.f_locals["args"], *frame.f_locals["kwargs"].values()]
         frame = frame.f_back
-    return None
+    return given
+
+
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def is_compiled(module: nn.Module) -> bool:

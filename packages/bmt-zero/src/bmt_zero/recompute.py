@@ -23,7 +23,7 @@ from torch.utils import _device as torch_device
 from bmt_core.errors import BmtError
 from bmt_core.runtime import current
 from bmt_core.scope import forward_scope
-from bmt_zero.buffers import BuffersBefore, Homes, version_of
+from bmt_zero.buffers import Buffers, BuffersBefore, version_of
 from bmt_zero.caches import with_own_caches
 from bmt_zero.nested import tensors_in
 from bmt_zero.saved import check_version
@@ -35,7 +35,7 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 class Recomputation:
     """What one forward of a block, with ``buffers``, saved for backward: how many tensors, and how to make them again."""
 
-    def __init__(self, call: Call, use: Use, buffers: Homes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, call: Call, use: Use, buffers: Buffers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_running = False
         self._call = call
         self._use = use
@@ -56,7 +56,9 @@ class Recomputation:
         """Return what the block returns, saving nothing but its inputs."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out):
-                return self._call(*self._inputs)
+                outputs = self._call(*self._inputs)
+            self._buffers.learn()
+            return outputs
         finally:
             self._random.settle()
             self._buffers.keep_changed()
@@ -137,6 +139,8 @@ class Recomputation:
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         # Detached: an operation that saves its own result must not keep itself alive.
         tensor = tensor.detach()
+        if self._buffers.moved:
+            tensor = self._buffers.own(tensor)
         index = len(self._made)
         self._made.append((tensor, tensor._version))
         if (tensor.shape, tensor.dtype) != self._kinds[index]:

@@ -20,6 +20,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.parameter import DistributedParameter
 from bmt_core.runtime import current
 from bmt_core.scope import gather_once
+from bmt_zero.buffers import Buffers
 from bmt_zero.engine import engine
 from bmt_zero.flat import FlatShard
 from bmt_zero.linear import direct_linears
@@ -73,7 +74,7 @@ class BlockState:
         self._foreign: list[Place] = []
         self._direct: list[Any] = []
         self._placements: list[Placement] = []  # of uses whose backward runs, the last of which is in place
-        self._buffers: list[dict[str, torch.Tensor | None]] = []
+        self._buffers = Buffers([])
         self._leaf: torch.Tensor | None = None
         self._epoch = -1
         self._is_watched = False  # whether a forward has shown if it is called again
@@ -147,9 +148,9 @@ class BlockState:
         for flat in self.flats:
             flat.want(False)
 
-    def place(self, flats: list[FlatShard]) -> Placement:
-        """Put whole parameters into the modules until :meth:`displace`; those of ``flats`` are gathered. Collective."""
-        self._placements.append(Placement(flats, self._own, self._foreign))
+    def place(self, flats: list[FlatShard], foreign: dict[int, torch.Tensor]) -> Placement:
+        """Put whole parameters, which are gathered, into the modules until :meth:`displace`; of others by their ids."""
+        self._placements.append(Placement(flats, self._own, self._foreign, foreign))
         self.settle()
         return self._placements[-1]
 
@@ -205,8 +206,8 @@ class BlockState:
         lies = {id(p): (number, i) for number, flat in enumerate(self.flats) for i, p in enumerate(flat.parameters)}
         self._direct = [] if self.compile else direct_linears(self, block, lies)
         device = current().device
-        self._buffers = [module._buffers for module in block.modules() if module._buffers]
-        for home in self._buffers:
+        self._buffers = Buffers([module._buffers for module in block.modules()])
+        for home in self._buffers.homes:
             for name, buffer in home.items():
                 if buffer is not None:
                     home[name] = buffer.to(device)
@@ -260,17 +261,16 @@ class BlockState:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        with self._substituted(use, fulls):
+        with self._substituted(use, fulls) as foreign:
             if self._is_watched or not torch.is_grad_enabled():
                 return call(*args, **kwargs)
-            with WatchForParts(use, fulls) as watch:
+            with WatchForParts(use, [*fulls, *foreign.values()]):
                 outputs = call(*args, **kwargs)
-            watch.finish()
             self._is_watched, self.is_called_again = True, use.is_called_again
             return outputs
 
     @contextmanager
-    def _substituted(self, use: Use, fulls: list[torch.Tensor]) -> Iterator[None]:
+    def _substituted(self, use: Use, fulls: list[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
         before, self.use = self.use, use
         was_running, self.running = self.running, True
         running.append(self.flats)
@@ -279,12 +279,15 @@ class BlockState:
         try:
             for holder, name, index in self._own:
                 holder[name] = fulls[index]
+            foreign = {id(place.parameter): gather_once(place.parameter) for place in self._foreign}
             for holder, name, parameter in self._foreign:
-                holder[name] = gather_once(parameter)
+                holder[name] = foreign[id(parameter)]
             for attributes, forward in self._direct:
                 attributes["forward"] = forward
             use.hooks = present_hooks()
-            yield
+            yield foreign
+            if use.is_called_again and not use.foreign:
+                use.foreign = {key: full.detach() for key, full in foreign.items()}
         finally:
             running.remove(self.flats)
             self.use, self.running, use.hooks = before, was_running, None

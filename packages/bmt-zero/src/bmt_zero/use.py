@@ -46,6 +46,7 @@ class Use:
         self.is_called_again = (
             block.is_called_again
         )  # whether backward calls parts of the block: see bmt_zero.placement
+        self.foreign: dict[int, torch.Tensor] = {}  # of a block that is called again: what it does not shard, by its id
         self._placement: Placement | None = None
         self._engine = engine()
         self._holds = False
@@ -98,7 +99,7 @@ class Use:
         self._pass = this_pass
         if self.is_called_again:
             self._displace()
-            self._placement = self.block.place(self.flats)
+            self._placement = self.block.place(self.flats, self.foreign)
 
     def call_at_end(self) -> None:
         """Have :meth:`end_pass` called when the backward pass under way is over."""

@@ -226,19 +226,18 @@ class _UnderWay:
     """The :class:`Work` of a collective on ``tensors`` that another thread runs."""
 
     def __init__(self, work: dist.Work, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._work = work
+        self._work: dist.Work | None = work  # until it was waited for: it keeps the tensors, too
         self.tensors = tensors
-        self._was_waited_for = False
 
     def wait(self) -> None:
         """See :meth:`Work.wait`."""
-        self._work.wait()
-        self._was_waited_for = True
-        self.tensors = ()
+        if self._work is not None:
+            self._work.wait()
+            self._work, self.tensors = None, ()
 
     def is_over(self) -> bool:
         """Whether the thread is done with the tensors, or about to be."""
-        return self._was_waited_for or self._work.is_completed()  # gloo's reduce-scatter never says so
+        return self._work is None or self._work.is_completed()  # gloo's reduce-scatter never says so
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
