@@ -359,6 +359,9 @@ def test_clipping_nothing_and_impossible_norms() -> None:
     for norm_type in (0, -1, math.nan):
         with pytest.raises(ValueError, match="norm_type must be positive or 'inf'"):
             manager.clip_grad_norm([], 1.0, norm_type)
+    for max_norm in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm must not be negative, it is"):
+            manager.clip_grad_norm([], max_norm)
 
 
 # Several optimizers

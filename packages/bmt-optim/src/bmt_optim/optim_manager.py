@@ -162,6 +162,8 @@ class OptimManager:
         p = float(norm_type)
         if not p > 0:
             raise ValueError(f"norm_type must be positive or 'inf', it is {norm_type!r}.")
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must not be negative, it is {max_norm!r}.")
         parameters = _unique(_parameters(param_groups))
         self._complete(_unique([*self._all_parameters(), *parameters]))
         scale = self.loss_scale
