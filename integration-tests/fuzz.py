@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "packages" / "bmt-zero" / "tests"))
 
 from random_trainings import differences, draw
 

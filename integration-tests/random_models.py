@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zero_models import Product
 
 WIDTH = 6
 TOKENS = 11
@@ -27,7 +28,7 @@ class Mlp(nn.Module):
         middle = self.up(x)
         if self.in_place:
             middle.mul_(0.5).add_(0.1)
-        return self.down(torch.tanh(middle))  # type: ignore[no-any-return]
+        return self.down(torch.tanh(middle))
 
 
 class Attention(nn.Module):
@@ -40,7 +41,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class TorchAttention(nn.Module):
@@ -51,7 +52,7 @@ class TorchAttention(nn.Module):
         self.inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True, bias=r.random() < 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 class Norm(nn.LayerNorm):
@@ -95,7 +96,7 @@ class Twice(nn.Module):
             self.tied.weight = self.layer.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tied(torch.sin(self.layer(torch.tanh(self.layer(x)))))  # type: ignore[no-any-return]
+        return self.tied(torch.sin(self.layer(torch.tanh(self.layer(x)))))
 
 
 class Experts(nn.Module):
@@ -132,19 +133,7 @@ class Own(nn.Module):
         self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Product.apply(x, self.weight)  # type: ignore[no-any-return]
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
+        return Product.apply(x, self.weight)
 
 
 class Aside(nn.Module):
@@ -157,7 +146,7 @@ class Aside(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             quiet = self.silent(x)
-        return x + self.aside(x.detach()) + quiet  # type: ignore[no-any-return]
+        return x + self.aside(x.detach()) + quiet
 
 
 class Counting(nn.Module):
@@ -175,7 +164,7 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
         self.mean = 0.5 * self.mean + 0.25
-        return self.layer(x) * self.mean  # type: ignore[no-any-return]
+        return self.layer(x) * self.mean
 
 
 class Nothing(nn.Module):
@@ -198,7 +187,7 @@ class Recomputed(nn.Module):
         self.part = r.choice([Mlp, Attention, Twice])(r)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.part, x, use_reentrant=self.is_reentrant)  # type: ignore[no-any-return]
+        return checkpoint(self.part, x, use_reentrant=self.is_reentrant)
 
 
 class Other(nn.Module):
@@ -210,7 +199,7 @@ class Other(nn.Module):
         self.gain = nn.Parameter(torch.empty(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.to(self.layer.weight.dtype)).to(x.dtype) * self.gain  # type: ignore[no-any-return]
+        return self.layer(x.to(self.layer.weight.dtype)).to(x.dtype) * self.gain
 
 
 class Aux(nn.Module):
@@ -261,9 +250,9 @@ class Layer(nn.Module):
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Call the layer and return its hidden state."""
         if self.shape == "keyword":
-            return self(None, hidden=x)[0]  # type: ignore[no-any-return]
+            return self(None, hidden=x)[0]
         out = self({"tensor": x, "tuple": (x,), "dict": {"x": x}}[self.shape])
-        return {"tensor": lambda: out, "tuple": lambda: out[0], "dict": lambda: out["x"]}[self.shape]()  # type: ignore[no-any-return]
+        return {"tensor": lambda: out, "tuple": lambda: out[0], "dict": lambda: out["x"]}[self.shape]()
 
 
 class Model(nn.Module):
@@ -304,4 +293,4 @@ class Model(nn.Module):
                 layer: Any = self.layers[index]
                 x = layer.run(x)
                 self.aux = self.aux + layer.take_aux()
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return self.head(self.norm(x))

@@ -189,7 +189,7 @@ class Training:
             if number % 2:
                 self.parameters[number].register_post_accumulate_grad_hook(leave_alone)
             else:
-                self.parameters[number].register_hook(leave_alone)  # type: ignore[no-untyped-call]
+                self.parameters[number].register_hook(leave_alone)
         halves = [self.parameters[::2], self.parameters[1::2]] if plan.splits else [self.parameters]
         self.optimizers = [self.optimizer(half) for half in halves]
 
@@ -258,7 +258,7 @@ class Training:
                 raise Interrupt
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(interrupt_backward)  # type: ignore[no-untyped-call]
+                    tensor.register_hook(interrupt_backward)
 
         def interrupt_backward(grad: torch.Tensor) -> None:
             raise Interrupt
@@ -266,7 +266,7 @@ class Training:
         count = len(self.model.layers)
         handle = self.model.layers[count // 2].register_forward_hook(interrupt)
         try:
-            self.loss(number, 8, range(count)).backward()  # type: ignore[no-untyped-call]
+            self.loss(number, 8, range(count)).backward()
         except Interrupt:
             pass
         finally:
@@ -301,8 +301,8 @@ class Training:
         """Run backward, maybe twice."""
         loss = self.scaled(loss)
         if plan.twice:
-            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=True)
+        loss.backward()
 
     def build(self, model: Model) -> nn.Module:
         """Return the model that is trained."""
@@ -402,7 +402,7 @@ class ShardedTraining(Training):
             for layer, b in zip(blocks, self.plan.blocks, strict=True):
                 Block(layer, use_checkpoint=b.recomputes, zero_level=b.level, reduce_dtype=b.reduce_dtype)
         if self.plan.wraps == "list":
-            model.layers = TransformerBlockList(blocks)  # type: ignore[assignment]
+            model.layers = TransformerBlockList(blocks)
         return BMTrainModelWrapper(model)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
-from zero_models import full_gradient
+from zero_models import Product, full_gradient
 
 from bmt_core.runtime import rank
 from bmt_core.testing import run_ranks
@@ -145,20 +145,6 @@ def test_a_checkpoint_around_the_block_changes_nothing(how: str, recomputes: boo
     expected = run_ranks(in_another_checkpoint, 2, "not", True, False)
     found = run_ranks(in_another_checkpoint, 2, how, recomputes, outer_reentrant)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-class Product(torch.autograd.Function):
-    """``x @ weight``, of a weight that is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x, weight = ctx.saved_tensors
-        return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
 
 
 class Sum(torch.autograd.Function):

@@ -142,3 +142,17 @@ def compiled(level: int | None, use_checkpoint: bool) -> dict[str, Any]:
     return {
         f"{i}.{name}": value.clone() for i, layer in enumerate(layers) for name, value in layer.state_dict().items()
     }
+
+
+class Product(torch.autograd.Function):
+    """``x @ weight``, of a weight that is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.flatten(0, 1).t() @ grads[0].flatten(0, 1)
