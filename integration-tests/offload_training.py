@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core import runtime
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 

@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from bmt_core import runtime, sum_loss
+from bmt_core import sum_loss
 from bmt_core.checkpoint import load_checkpoint, save_checkpoint
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync

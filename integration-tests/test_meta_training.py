@@ -13,7 +13,7 @@ import torch
 from hf_models import MODELS, initialized_by_hugging_face, inputs
 
 import bmt_core
-from bmt_core import runtime
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_zero import BMTrainModelWrapper

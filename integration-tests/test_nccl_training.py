@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.runtime import current
+from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 
 

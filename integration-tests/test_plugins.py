@@ -27,7 +27,7 @@ BLOCKS = 3
 
 OTHER_RECORDING = """
 from bmt_core.comm import TorchBackend
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 class Other(TorchBackend):
     name = "recording"
 @hookimpl
@@ -36,7 +36,7 @@ def bmt_comm_backends():
 """
 OTHER_LION = """
 import torch
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 class Other(torch.optim.SGD):
     name = "lion"
 @hookimpl

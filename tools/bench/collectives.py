@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import bmt_core
 from bmt_core.comm import Group, TorchGroup, Work
-from bmt_core.runtime import current
+from bmt_core.run.runtime import current
 
 OPERATIONS = ("all_gather", "reduce_scatter", "reduce_scatter_fp32_sum", "all_reduce", "broadcast", "exchange")
 LATENCIES = (1 << 10, 1 << 13, 1 << 16, 1 << 20)

@@ -16,7 +16,7 @@ dependencies = [
 ]
 
 [project.entry-points.bmt]
-bmt-core = "bmt_core.builtin"
+bmt-core = "bmt_core.core_plugin"
 """
 
 FACADE = """[project]

@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import bmt_core
 from bmt_core.checkpoint import loading
-from bmt_core.config import MeshAxis
 from bmt_core.errors import CheckpointError
-from bmt_core.hookspecs import hookimpl
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.shard import Shard
 from bmt_core.plugins import Registry
-from bmt_core.shard import Shard
+from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.settings import MeshAxis
 from bmt_core.testing import rank_pool, run_ranks
 
 WORLD_SIZES = [1, 2, 4]

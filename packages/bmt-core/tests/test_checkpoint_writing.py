@@ -18,9 +18,9 @@ import bmt_core
 from bmt_core.checkpoint import CheckpointFormat, Index, TorchFormat, wait_for_saves
 from bmt_core.checkpoint.choice import choose_format
 from bmt_core.errors import CheckpointError, PluginError
-from bmt_core.hookspecs import hookimpl
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins import Registry
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.testing import rank_pool, run_ranks
 
 

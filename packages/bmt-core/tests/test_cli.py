@@ -11,10 +11,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from bmt_core.builtin import bmt_cli_commands
 from bmt_core.cli import COMMANDS, main
 from bmt_core.cli.bench import parse_bytes
 from bmt_core.cli.environment import Finding, Machine, examine_environment
+from bmt_core.core_plugin import bmt_cli_commands
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Bmt = Callable[..., Result]
@@ -22,7 +22,7 @@ Install = Callable[..., None]
 
 COMMAND = """
 import click
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.errors import ConfigError
 @click.command()
 def greet():
@@ -176,7 +176,7 @@ def test_doctor_says_why_kernels_are_not_active(bmt: Bmt, install: Install) -> N
     install(
         "fast-kernels",
         f"""
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.ops import KernelProvider
 class Fast(KernelProvider):
     name = "fast"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bmt_core import runtime
 from bmt_core.errors import NotInitializedError
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 
 
@@ -67,7 +67,7 @@ def test_a_group_keeps_nothing_of_a_collective_that_was_waited_for() -> None:
 PROGRAM = """
 import sys
 import torch
-from bmt_core import runtime
+from bmt_core.run import runtime
 runtime.init_distributed(sys.argv[1], device="cpu")
 world = runtime.current().world
 if runtime.rank() == 0:

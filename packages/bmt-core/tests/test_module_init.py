@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core import runtime
-from bmt_core.comm.api import Group
+from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.module import DistributedModule
-from bmt_core.param_init import ParameterInitializer, init_parameters
-from bmt_core.parameter import DistributedParameter
+from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
+from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 
 Made = Callable[[torch.Tensor], nn.Parameter]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmt_core import runtime
 from bmt_core.errors import ConfigError, PluginError
 from bmt_core.ops import OPERATIONS, REFERENCE, HostFlag, KernelProvider, Kernels, choose_kernels, reference
+from bmt_core.run import runtime
 
 CPU = torch.device("cpu")
 HALVES = [torch.float16, torch.bfloat16]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core import runtime
-from bmt_core.module import DistributedModule
-from bmt_core.param_init import ParameterInitializer, grouped_parameters, init_parameters
-from bmt_core.parameter import DistributedParameter
+from bmt_core.init.parameter_init import ParameterInitializer, grouped_parameters, init_parameters
+from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (1,), (2, 2, 2), (0, 4), (), (7,)]

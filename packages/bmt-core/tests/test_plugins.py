@@ -17,21 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store
 
-from bmt_core import hookspecs
 from bmt_core.comm import CommBackend, CommContext, Group, TorchBackend
-from bmt_core.config import MeshAxis, RunSettings
 from bmt_core.errors import ConfigError, PluginError
-from bmt_core.hookspecs import hookimpl
 from bmt_core.ops import KernelProvider
-from bmt_core.plugins import PluginInfo, Registry, compare_across_ranks
+from bmt_core.plugins import PluginInfo, Registry, compare_across_ranks, hookspecs
 from bmt_core.plugins.comparison import RankPlugins, describe_differences
+from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.settings import MeshAxis, RunSettings
 
 HOOKS = [name for name in dir(hookspecs) if name.startswith("bmt_")]
 REPOSITORY = Path(__file__).parents[3]
 Install = Callable[..., None]
 
 OPTIMIZER = """
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 import torch
 class Lion(torch.optim.SGD):
     name = "lion"
@@ -84,7 +83,7 @@ def test_installed_plugin_is_found_with_its_distribution_and_hooks(install: Inst
 
 def test_plugins_are_loaded_described_and_told_in_the_order_of_their_names(install: Install) -> None:
     code = """
-        from bmt_core.hookspecs import hookimpl
+        from bmt_core.plugins.hookspecs import hookimpl
         @hookimpl
         def bmt_run_started(runtime):
             runtime.append(__name__.split("_")[0])

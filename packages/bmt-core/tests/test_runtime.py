@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core import runtime
 from bmt_core.comm import TorchBackend
 from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.run import runtime
+from bmt_core.run.topology import Topology
 from bmt_core.testing import rank_pool, run_ranks
-from bmt_core.topology import Topology
 
 
 def state() -> dict[str, Any]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_core import runtime
-from bmt_core.config import MeshAxis
 from bmt_core.errors import ConfigError
+from bmt_core.run import runtime
+from bmt_core.run.topology import Topology, grid_sizes
+from bmt_core.settings import MeshAxis
 from bmt_core.testing import run_ranks
-from bmt_core.topology import Topology, grid_sizes
 
 AXES = ("pp", "dp", "tp")
 GRIDS = [

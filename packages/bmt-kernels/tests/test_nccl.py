@@ -10,9 +10,9 @@ import pytest
 import torch
 from nccl_fakes import compiled, native
 
-from bmt_core.comm.api import REDUCE_OPS, Group
+from bmt_core.comm.protocols import REDUCE_OPS, Group
 from bmt_core.plugins import Registry
-from bmt_core.runtime import current
+from bmt_core.run.runtime import current
 from bmt_core.testing import rank_pool, run_ranks
 from bmt_kernels import plugin
 from bmt_kernels.nccl import NcclBackend, NcclError, NcclGroup

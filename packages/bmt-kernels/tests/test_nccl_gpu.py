@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm import TorchGroup, all_gather_object, broadcast_object
-from bmt_core.comm.api import REDUCE_OPS, Group, ReduceOp
-from bmt_core.runtime import current, synchronize
+from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
+from bmt_core.run.runtime import current, synchronize
 from bmt_core.testing import RankPool, run_ranks
 from bmt_kernels.nccl import NcclError, NcclGroup
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
 from bmt_optim import AdamOptimizer
 
 SHAPES = [(3, 5), (17,), (1,), (0,), (2, 3, 4)]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sharded_adam import bits, give_gradients, is_half, masters, parameters
 
 from bmt_core.errors import CheckpointError
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
 from bmt_optim import AdamOptimizer
 
 HALVES = [torch.float16, torch.bfloat16]

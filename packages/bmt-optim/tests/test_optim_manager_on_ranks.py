@@ -11,9 +11,9 @@ import pytest
 import torch
 from managed import managed, parameter
 
-from bmt_core import runtime
-from bmt_core.parameter import DistributedParameter
-from bmt_core.topology import Topology
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
+from bmt_core.run.topology import Topology
 from bmt_optim import AdamOptimizer, OptimManager
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core import runtime
 from bmt_core.checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
-from bmt_core.module import DistributedModule
-from bmt_core.parameter import DistributedParameter
-from bmt_core.topology import Topology
+from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
+from bmt_core.run.topology import Topology
 from bmt_optim import AdamOptimizer, OptimManager, gather_state, scatter_state
 from bmt_optim.lr_scheduler import Exponential
 

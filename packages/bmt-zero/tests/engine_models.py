@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core import lanes
 from bmt_core.comm import Work
-from bmt_core.runtime import current
+from bmt_core.run import lanes
+from bmt_core.run.runtime import current
 from bmt_zero import Block, TransformerBlockList, use
 
 

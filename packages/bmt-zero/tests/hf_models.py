@@ -27,7 +27,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from zero_models import full_gradient
 
-from bmt_core import runtime
+from bmt_core.run import runtime
 from bmt_zero import Block, BMTrainModelWrapper
 
 SAMPLES, LENGTH, WORDS = 4, 8, 37

@@ -11,7 +11,7 @@ from meta_models import MemoryMeter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bmt_core.runtime import current
+from bmt_core.run.runtime import current
 from bmt_zero import Block, TransformerBlockList
 
 BLOCKS, WIDTH = 8, 256

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
 
 
 class Scale(nn.Module):

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.optimizer import _foreach_supported_types
 from zero_models import Layer, full_gradient
 
-from bmt_core import runtime
 from bmt_core.errors import ConfigError, NotInitializedError
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, CheckpointBlock, gathered_memory
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from zero_models import Layer, full_gradient
 
-from bmt_core import runtime
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
 

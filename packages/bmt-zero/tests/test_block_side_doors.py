@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zero_models import full_gradient
 
-from bmt_core import runtime
 from bmt_core.errors import BmtError, ConfigError
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 from bmt_zero.memory import gathered_memory

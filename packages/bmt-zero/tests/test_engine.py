@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import compiled, full_gradient
 
 from bmt_core import DistributedModule
-from bmt_core.runtime import current
+from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_core.shard import even_ranges
+from bmt_core.params.shard import even_ranges
 from bmt_zero import flat_layout
 from bmt_zero.layout import ALIGNMENT
 

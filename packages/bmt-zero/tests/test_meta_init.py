@@ -13,9 +13,9 @@ from zero_models import adam, batch, loss_of, my_part, train
 
 from bmt_core import load, runtime, save
 from bmt_core.errors import ConfigError
-from bmt_core.module import DistributedModule
-from bmt_core.param_init import ParameterInitializer, init_parameters
-from bmt_core.parameter import DistributedParameter
+from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
+from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.parameter import DistributedParameter
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from zero_models import Model, batch, full_gradient, loss_of, plain, train
 
-from bmt_core import runtime
-from bmt_core.module import DistributedModule
-from bmt_core.parameter import DistributedParameter
+from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
-from bmt_core.lanes import Lane
-from bmt_core.topology import Topology
+from bmt_core.run.lanes import Lane
+from bmt_core.run.topology import Topology
 from bmt_zero.writes import MOST, Writes
 
 

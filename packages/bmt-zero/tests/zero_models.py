@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core import runtime
-from bmt_core.param_init import init_parameters
-from bmt_core.parameter import DistributedParameter
+from bmt_core.init.parameter_init import init_parameters
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
 from bmt_zero import Block, BMTrainModelWrapper
 
 BATCH = 4  # samples in the whole batch: divided over the ranks

@@ -1,6 +1,5 @@
 """The core of bmt: ranks and their grid, communication, plugins, sharded parameters, checkpoints."""
 
-from bmt_core.block import BlockUse, Scheduled
 from bmt_core.checkpoint import (
     CheckpointFormat,
     TorchFormat,
@@ -11,7 +10,6 @@ from bmt_core.checkpoint import (
     wait_for_saves,
 )
 from bmt_core.comm import CommBackend, CommContext, Group, ReduceOp, Work
-from bmt_core.config import Launch, MeshAxis, RunSettings
 from bmt_core.errors import (
     BmtError,
     CheckpointError,
@@ -20,15 +18,16 @@ from bmt_core.errors import (
     PluginError,
     RemoteError,
 )
-from bmt_core.hookspecs import hookimpl
-from bmt_core.module import DistributedModule
+from bmt_core.init.parameter_init import ParameterInitializer, grouped_parameters, init_parameters
+from bmt_core.modules.block_use import BlockUse, Scheduled
+from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
-from bmt_core.param_init import ParameterInitializer, grouped_parameters, init_parameters
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins import Registry
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.printing import print_block, print_dict, print_rank, see_memory
-from bmt_core.results import gather_result, sum_loss, wait_loader
-from bmt_core.runtime import (
+from bmt_core.run.results import gather_result, sum_loss, wait_loader
+from bmt_core.run.runtime import (
     Runtime,
     config,
     current,
@@ -39,7 +38,8 @@ from bmt_core.runtime import (
     synchronize,
     world_size,
 )
-from bmt_core.topology import Topology
+from bmt_core.run.topology import Topology
+from bmt_core.settings import Launch, MeshAxis, RunSettings
 
 __all__ = [
     "BlockUse",

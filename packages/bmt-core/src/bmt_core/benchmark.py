@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bmt_core import runtime
-from bmt_core.comm.api import Group, Work
+from bmt_core.comm.protocols import Group, Work
 from bmt_core.errors import ConfigError
+from bmt_core.run import runtime
 
 MIN_BYTES = 4 * 1024
 MAX_BYTES = {"cpu": 64 * 1024**2, "cuda": 1024**3}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.api import Group, ReduceOp
-from bmt_core.runtime import current
+from bmt_core.comm.protocols import Group, ReduceOp
+from bmt_core.run.runtime import current
 
 Memory = torch.Tensor | torch.TypedStorage | torch.UntypedStorage
 

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 import torch
 
-from bmt_core.runtime import current, is_initialized
-from bmt_core.runtime import rank as own_rank
+from bmt_core.run.runtime import current, is_initialized
+from bmt_core.run.runtime import rank as own_rank
 from bmt_core.utils import round_up
 
 _WIDTH = 80

@@ -10,9 +10,9 @@ from torch import nn
 from bmt_core.checkpoint import load, save
 from bmt_core.checkpoint.format import TensorEntry
 from bmt_core.checkpoint.model_state import ModelState, world_group
-from bmt_core.comm.api import Group
 from bmt_core.comm.objects import all_gather_object, together
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
+from bmt_core.comm.protocols import Group
 
 __all__ = ["_save_to_rank0", "allgather_objects", "broadcast_object", "load", "save"]
 

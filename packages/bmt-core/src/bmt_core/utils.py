@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from bmt_core.runtime import current
+from bmt_core.run.runtime import current
 
 
 def round_up(x: int, d: int) -> int:

@@ -6,10 +6,10 @@ import logging
 import os
 from collections.abc import Sequence
 
-from bmt_core.comm.api import CommBackend
-from bmt_core.hookspecs import hookimpl
+from bmt_core.comm.protocols import CommBackend
 from bmt_core.ops import KernelProvider
-from bmt_core.runtime import Runtime
+from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.run.runtime import Runtime
 from bmt_kernels.provider import CpuKernels, CudaKernels
 
 logger = logging.getLogger("bmt_kernels")

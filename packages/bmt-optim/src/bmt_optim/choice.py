@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bmt_core.plugins import Registry
-from bmt_core.runtime import current, is_initialized
+from bmt_core.run.runtime import current, is_initialized
 
 
 def create(name: str, params: Any, **options: Any) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
 from bmt_optim.run import kernels_for, world
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from bmt_core.lanes import Mark
+from bmt_core.run.lanes import Mark
 
 Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 """(source, target) pairs of equal shapes."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bmt_core.ops import read_master
-from bmt_core.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter
 from bmt_optim.run import world
 
 

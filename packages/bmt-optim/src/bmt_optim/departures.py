@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bmt_core.lanes import Mark
+from bmt_core.run.lanes import Mark
 from bmt_optim.copies import Copies, Done
 from bmt_optim.host_schedule import HostSchedule
 from bmt_optim.host_update import Arrival

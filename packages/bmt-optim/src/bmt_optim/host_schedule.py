@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bmt_core.lanes import Mark
+from bmt_core.run.lanes import Mark
 from bmt_optim.copies import Copies, Done
 from bmt_optim.host_memory import CHUNK
 from bmt_optim.host_shard import HostShard, flat_gradient, shaped_like

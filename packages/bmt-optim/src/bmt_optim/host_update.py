@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bmt_core.ops import Kernels
-from bmt_core.runtime import is_initialized, rank
+from bmt_core.run.runtime import is_initialized, rank
 from bmt_optim.copies import Copies, Done
 from bmt_optim.deltas import Deltas
 from bmt_optim.host_schedule import HostSchedule, Pair, Rows

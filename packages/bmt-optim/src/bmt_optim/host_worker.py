@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from bmt_core.config import Launch
 from bmt_core.errors import ConfigError
+from bmt_core.settings import Launch
 
 VARIABLE = "BMT_OFFLOAD_THREADS"
 Result = TypeVar("Result")

@@ -17,8 +17,8 @@ import torch
 
 from bmt_core.comm.objects import all_gather_object, broadcast_object, together
 from bmt_core.errors import CheckpointError
-from bmt_core.parameter import DistributedParameter
-from bmt_core.runtime import current
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current
 from bmt_optim.run import world
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from bmt_core.lanes import Mark
 from bmt_core.ops import Kernels, read_master
-from bmt_core.parameter import Owner
+from bmt_core.params.parameter import Owner
+from bmt_core.run.lanes import Mark
 from bmt_optim import host_worker
 from bmt_optim.adam import MASTER, REMAINDER, AdamOptimizer, settings_of
 from bmt_optim.copies import Copies, copies_of

@@ -28,8 +28,8 @@ import torch
 from bmt_core.comm.objects import broadcast_object, together
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
-from bmt_core.parameter import complete_gradients
-from bmt_core.runtime import current, is_initialized, rank
+from bmt_core.params.parameter import complete_gradients
+from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
 from bmt_optim.logical_state import Named, load_logical_state, logical_state
 from bmt_optim.loss_scale import LossScale

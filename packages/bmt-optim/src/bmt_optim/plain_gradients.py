@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmt_core.comm.api import Group
-from bmt_core.parameter import DistributedParameter
+from bmt_core.comm.protocols import Group
+from bmt_core.params.parameter import DistributedParameter
 
 # Elements per all-reduce: bounds the flat copy to 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24

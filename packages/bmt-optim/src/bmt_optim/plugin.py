@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_optim.adam import AdamOptimizer
 from bmt_optim.offload import AdamOffloadOptimizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bmt_core.errors import CheckpointError
-from bmt_core.runtime import rank
+from bmt_core.run.runtime import rank
 from bmt_optim.run import world
 
 _WAY_OUT = "Save with state_dict(gather_opt=True) to load at any world size."

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-from bmt_core.comm.api import Group
+from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.ops import REFERENCE, Kernels, choose_kernels
 from bmt_core.ops.table import REFERENCE_NAME, VARIABLE
-from bmt_core.runtime import current, is_initialized
+from bmt_core.run.runtime import current, is_initialized
 
 
 def world() -> Group:

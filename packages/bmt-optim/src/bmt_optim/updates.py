@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.parameter import Owner
+from bmt_core.params.parameter import Owner
 
 State = dict[str, Any]
 OwnerReference = weakref.ref[Owner] | None

@@ -10,12 +10,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bmt_core.blank import is_watched, place_buffers, require_values, watch_for_values
-from bmt_core.config import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.errors import ConfigError
-from bmt_core.module import extend, reduce_extended, refuse_assign, refuse_writing_forward, replace_by_part, whole_value
-from bmt_core.runtime import current
-from bmt_core.scope import forward_scope
+from bmt_core.modules.distributed_module import (
+    extend,
+    reduce_extended,
+    refuse_assign,
+    refuse_writing_forward,
+    replace_by_part,
+    whole_value,
+)
+from bmt_core.modules.outermost_call import forward_scope
+from bmt_core.params.uninitialized import is_watched, place_buffers, require_values, watch_for_values
+from bmt_core.run.runtime import current
+from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_zero.nested import tensors_in
 from bmt_zero.state import BlockState
 
@@ -44,7 +51,7 @@ class Block(nn.Module):
     Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
     """
 
-    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.module_init
+    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.init.module_init
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):

@@ -6,7 +6,7 @@ import weakref
 
 from torch import nn
 
-from bmt_core.runtime import Runtime, current
+from bmt_core.run.runtime import Runtime, current
 from bmt_zero.full_gradients import InFlight
 from bmt_zero.prefetch import Prefetch
 

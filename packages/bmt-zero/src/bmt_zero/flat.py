@@ -15,14 +15,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from bmt_core.blank import has_values
 from bmt_core.comm import Group, Work
-from bmt_core.config import ReduceDtype
-from bmt_core.gradient import GradientSum, GradientWatcher, GradientWitness
-from bmt_core.lanes import Mark
-from bmt_core.parameter import DistributedParameter, make_distributed
-from bmt_core.runtime import current
-from bmt_core.shard import Shard, summation_dtype
+from bmt_core.params.gradient_sum import GradientSum, GradientWatcher, GradientWitness
+from bmt_core.params.parameter import DistributedParameter, make_distributed
+from bmt_core.params.shard import Shard, summation_dtype
+from bmt_core.params.uninitialized import has_values
+from bmt_core.run.lanes import Mark
+from bmt_core.run.runtime import current
+from bmt_core.settings import ReduceDtype
 from bmt_zero.layout import FlatLayout, flat_layout
 from bmt_zero.memory import gathered_memory
 from bmt_zero.writes import Writes
@@ -111,26 +111,26 @@ class FlatShard:
         return self._holders > 0
 
     def data_changed(self, written: Mark | None = None) -> None:
-        """An optimizer stepped parameters of this shard (:class:`bmt_core.parameter.Owner`): gathers wait for what it did."""
+        """An optimizer stepped parameters of this shard (see ``Owner``): gathers wait for what it did."""
         versions = self._current_versions()
         if not self._stepped or versions != self._told:
             self._stepped, self._told = True, versions
             self._writes.add(written)
 
     def data_ready(self) -> None:
-        """Let the computation wait for the updates of optimizers (:class:`bmt_core.parameter.Owner`)."""
+        """Let the computation wait for the updates of optimizers (see ``Owner``)."""
         self._writes.wait()
 
     def keep(self, objects: object) -> None:
-        """Keep what the optimizer's update reads until the computation has waited (:class:`bmt_core.parameter.Owner`)."""
+        """Keep what the optimizer's update reads until the computation has waited (see ``Owner``)."""
         self._writes.keep(objects)
 
     def watch_gradients(self, watcher: GradientWatcher | None) -> None:
-        """Have ``watcher`` called when a reduction was started (:class:`bmt_core.parameter.Owner`)."""
+        """Have ``watcher`` called when a reduction was started (see ``Owner``)."""
         self._watcher = watcher
 
     def data_replaced(self) -> None:
-        """A parameter was given other memory: it must be laid out again before the next use (:class:`bmt_core.parameter.Owner`)."""
+        """A parameter was given other memory: it must be laid out again before the next use (see ``Owner``)."""
         self.stale = True
 
     def observe(self) -> None:
@@ -191,7 +191,7 @@ class FlatShard:
         if self._arrival is not None:
             lane.after(self._arrival)
             self._arrival = None
-        lane.after(lane.here())  # [Note: buffer lifetime] in bmt_core.lanes
+        lane.after(lane.here())  # [Note: buffer lifetime] in bmt_core.run.lanes
         self.full.untyped_storage().resize_(0)
         gathered_memory.change(-self.full_bytes)
         self._resident = False
@@ -229,7 +229,7 @@ class FlatShard:
         return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
 
     def forget_cleared_gradients(self) -> None:
-        """Drop sums whose gradients the user cleared: see the note on gradient accumulation in :mod:`bmt_core.gradient`."""
+        """Drop sums whose gradients the user cleared: see :mod:`bmt_core.params.gradient_sum`."""
         self.sum.forget_if_cleared()
         if self._witness is not None and not self._witness.unchanged():
             self._unreduced = self._witness = None
@@ -285,7 +285,7 @@ class FlatShard:
         self._witness = GradientWitness(self.parameters, [parameter.grad for parameter in self.parameters])
 
     def complete_gradients(self) -> None:
-        """Reduce what :meth:`hold_back` kept and no later backward took along (:class:`bmt_core.parameter.Owner`). Collective."""
+        """Reduce what :meth:`hold_back` kept and no later backward took along (see ``Owner``). Collective."""
         self.forget_cleared_gradients()
         if self._unreduced is not None:
             nothing = torch.zeros(self.layout.total, dtype=self.buffer_dtype, device=self.device)

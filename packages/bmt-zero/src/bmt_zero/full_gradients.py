@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bmt_core.lanes import Mark
+from bmt_core.run.lanes import Mark
 from bmt_zero.flat import FlatShard
 
 
@@ -20,7 +20,7 @@ class InFlight:
     With none the backward of a block would wait for the reduction of the block before it.
 
     They are memory of the computation, so they are kept until the computation has waited for the lane: see
-    [Note: buffer lifetime] in :mod:`bmt_core.lanes`.
+    [Note: buffer lifetime] in :mod:`bmt_core.run.lanes`.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _device as torch_device
 
 from bmt_core.errors import BmtError
-from bmt_core.runtime import current
-from bmt_core.scope import forward_scope
+from bmt_core.modules.outermost_call import forward_scope
+from bmt_core.run.runtime import current
 from bmt_zero.buffers import Buffers, BuffersBefore, version_of
 from bmt_zero.caches import with_own_caches
 from bmt_zero.nested import tensors_in

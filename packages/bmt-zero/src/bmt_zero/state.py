@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from bmt_core.block import BlockUse
 from bmt_core.comm import Group
-from bmt_core.config import ReduceDtype
 from bmt_core.errors import ConfigError
-from bmt_core.parameter import DistributedParameter
-from bmt_core.runtime import current
-from bmt_core.scope import gather_once
+from bmt_core.modules.block_use import BlockUse
+from bmt_core.modules.outermost_call import gather_once
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current
+from bmt_core.settings import ReduceDtype
 from bmt_zero.buffers import Buffers
 from bmt_zero.engine import engine
 from bmt_zero.flat import FlatShard
@@ -93,7 +93,7 @@ class BlockState:
         return [parameter for flat in self.flats for parameter in flat.parameters]
 
     def set_use(self, use: BlockUse) -> None:
-        """See :class:`bmt_core.block.Scheduled`."""
+        """See :class:`bmt_core.modules.block_use.Scheduled`."""
         self.schedule = use
 
     def set_level(self, level: int) -> None:

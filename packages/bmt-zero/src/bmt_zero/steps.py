@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from bmt_core.parameter import DistributedParameter, complete_gradients
+from bmt_core.params.parameter import DistributedParameter, complete_gradients
 
 
 class _Watch:

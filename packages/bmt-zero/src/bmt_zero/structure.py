@@ -12,8 +12,8 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from bmt_core.errors import ConfigError
-from bmt_core.runtime import current, is_initialized
-from bmt_core.scope import is_gathered
+from bmt_core.modules.outermost_call import is_gathered
+from bmt_core.run.runtime import current, is_initialized
 from bmt_zero.flat import FlatShard
 
 

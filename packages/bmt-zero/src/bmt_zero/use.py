@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from bmt_core.gradient import accumulates
+from bmt_core.params.gradient_sum import accumulates
 from bmt_zero.engine import engine
 from bmt_zero.full_gradients import FullGradients
 from bmt_zero.once import once

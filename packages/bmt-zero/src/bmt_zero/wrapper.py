@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from bmt_core.blank import place_buffers, watch_for_values
-from bmt_core.module import DistributedModule, extend, refuse_writing_forward
-from bmt_core.module_init import ModuleInit, initialize_blanks, make_unsaved_buffers
-from bmt_core.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
-from bmt_core.runtime import current
+from bmt_core.init.module_init import ModuleInit, initialize_blanks, make_unsaved_buffers
+from bmt_core.modules.distributed_module import DistributedModule, extend, refuse_writing_forward
+from bmt_core.params.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
+from bmt_core.params.uninitialized import place_buffers, watch_for_values
+from bmt_core.run.runtime import current
 from bmt_zero.block import Block
 from bmt_zero.caches import without_cache_in_recomputation
 

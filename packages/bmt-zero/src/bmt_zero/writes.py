@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bmt_core.lanes import Lane, Mark
+from bmt_core.run.lanes import Lane, Mark
 
 MOST = 4
 """How many are remembered. An optimizer waits for its own last update before the next one, so there are as many as optimizers."""

@@ -37,7 +37,7 @@ def _from(module: str, names: str) -> dict[str, Home]:
 
 _BLOCKS = _from("bmt_zero", "Block CheckpointBlock TransformerBlockList")
 _COLLECTIVES = _from(
-    "bmt_core.distributed", "all_gather all_reduce broadcast recv_activations reduce_scatter send_activations"
+    "bmt_core.run.collectives", "all_gather all_reduce broadcast recv_activations reduce_scatter send_activations"
 )
 _PARALLEL_LINEAR = _from("bmt_tp", "OpParallelLinear ReduceType")
 _SCHEDULERS = _from("bmt_optim.lr_scheduler", "Cosine Exponential Linear NoDecay Noam WSD WarmupLRScheduler")

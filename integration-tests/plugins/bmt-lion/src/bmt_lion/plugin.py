@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_lion.lion import Lion
 
 

@@ -8,7 +8,7 @@ from bmt_core.checkpoint.format import CheckpointFormat
 from bmt_core.checkpoint.torch_format import TorchFormat
 from bmt_core.errors import CheckpointError, PluginError
 from bmt_core.plugins import Registry
-from bmt_core.runtime import current, is_initialized
+from bmt_core.run.runtime import current, is_initialized
 
 FormatChoice = str | CheckpointFormat | type[CheckpointFormat] | None
 

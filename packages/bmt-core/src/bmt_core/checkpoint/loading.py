@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from bmt_core.blank import off_meta
 from bmt_core.checkpoint.background import wait_for_saves
 from bmt_core.checkpoint.choice import FormatChoice, choose_format
 from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
 from bmt_core.checkpoint.model_state import world_group, write_whole
 from bmt_core.checkpoint.plan import LoadPlan, plan_load
 from bmt_core.checkpoint.torch_file import packed, unpacked
-from bmt_core.comm.api import Group
 from bmt_core.comm.objects import broadcast_object, together
-from bmt_core.runtime import current, is_initialized
+from bmt_core.comm.protocols import Group
+from bmt_core.params.uninitialized import off_meta
+from bmt_core.run.runtime import current, is_initialized
 
 
 def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None) -> Any:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core.blank import has_values
 from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
 from bmt_core.checkpoint.torch_format import memory_of
-from bmt_core.comm.api import Group
+from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
-from bmt_core.parameter import DistributedParameter
-from bmt_core.runtime import current, is_initialized
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.uninitialized import has_values
+from bmt_core.run.runtime import current, is_initialized
 
 
 class ModelState:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bmt_core.runtime import current, is_initialized
+from bmt_core.run.runtime import current, is_initialized
 
 
 class _Generator(NamedTuple):

@@ -22,8 +22,8 @@ from bmt_core.checkpoint.model_state import world_group
 from bmt_core.checkpoint.random_state import random_states, restore_random_states
 from bmt_core.checkpoint.saving import save
 from bmt_core.checkpoint.torch_file import packed, read_torch_file, unpacked, write_torch_file
-from bmt_core.comm.api import Group
 from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 
 _MODEL = "model.pt"

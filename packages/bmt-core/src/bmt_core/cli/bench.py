@@ -6,7 +6,8 @@ import re
 
 import click
 
-from bmt_core import benchmark, runtime
+from bmt_core import benchmark
+from bmt_core.run import runtime
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
 

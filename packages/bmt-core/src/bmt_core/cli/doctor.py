@@ -14,10 +14,10 @@ from rich.console import Console
 
 from bmt_core.cli.environment import Machine, examine_environment
 from bmt_core.cli.output import make_console, make_table, styled
-from bmt_core.config import DEFAULT_COMM_BACKEND
 from bmt_core.errors import BmtError
 from bmt_core.ops import KernelProvider, choose_kernels
 from bmt_core.plugins import Registry
+from bmt_core.settings import DEFAULT_COMM_BACKEND
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "cyan"}
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from bmt_core.config import Launch, check_rendezvous
 from bmt_core.errors import ConfigError
+from bmt_core.settings import Launch, check_rendezvous
 
 Severity = Literal["error", "warning", "advice"]
 

@@ -1,7 +1,7 @@
 """Communication: what a backend must provide, the default one, differentiable collectives and Python objects."""
 
-from bmt_core.comm.api import CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.comm.protocols import CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.torch_backend import SingleGroup, TorchBackend, TorchGroup
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from bmt_core.comm.api import Group, ReduceOp
+from bmt_core.comm.protocols import Group, ReduceOp
 
 
 class AllGather(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.api import Group
+from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, RemoteError
 
 

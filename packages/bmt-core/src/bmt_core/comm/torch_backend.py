@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm.api import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
+from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.errors import ConfigError, NotInitializedError
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.

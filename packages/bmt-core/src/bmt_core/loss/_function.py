@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bmt_core.ops import REFERENCE, Kernels
-from bmt_core.runtime import current, is_initialized
+from bmt_core.run.runtime import current, is_initialized
 
 
 def has_inf_nan(tensor: torch.Tensor, out: torch.Tensor) -> None:

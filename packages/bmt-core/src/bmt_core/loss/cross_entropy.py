@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from bmt_core.comm.api import Group
+from bmt_core.comm.protocols import Group
 from bmt_core.loss._function import kernels_for
 from bmt_core.ops import HostFlag
-from bmt_core.runtime import current, is_initialized
+from bmt_core.run.runtime import current, is_initialized
 
 Reduction = Literal["mean", "sum", "none"]
 

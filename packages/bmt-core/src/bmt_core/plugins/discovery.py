@@ -22,7 +22,7 @@ def installed_entry_points() -> list[EntryPoint]:
     found = list(entry_points(group=GROUP))
     if all(entry.name != CORE_PLUGIN for entry in found):
         # Without metadata (a source tree on PYTHONPATH, a frozen program) the core still brings its own plugin.
-        found.append(EntryPoint(CORE_PLUGIN, "bmt_core.builtin", GROUP))
+        found.append(EntryPoint(CORE_PLUGIN, "bmt_core.core_plugin", GROUP))
     return sorted(found, key=lambda entry: (entry.name, distribution_of(entry)))
 
 

@@ -6,8 +6,8 @@ import inspect
 
 import pluggy
 
-from bmt_core import hookspecs
 from bmt_core.errors import PluginError
+from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import unknown_name
 
 # pluggy's options that change the order of calls or wrap other plugins' calls; bmt calls in name order.

@@ -10,10 +10,10 @@ from typing import Any
 import click
 import torch
 
-from bmt_core.comm.api import CommBackend
-from bmt_core.config import MeshAxis
+from bmt_core.comm.protocols import CommBackend
 from bmt_core.errors import PluginError
 from bmt_core.ops.provider import KernelProvider
+from bmt_core.settings import MeshAxis
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pluggy
 
-from bmt_core import hookspecs
-from bmt_core.config import MeshAxis, RunSettings
 from bmt_core.errors import BmtError, ConfigError, PluginError
+from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import (
     DISABLE_VARIABLE,
     choose,
@@ -22,15 +21,16 @@ from bmt_core.plugins.discovery import (
 from bmt_core.plugins.implementations import implemented_hooks
 from bmt_core.plugins.info import PluginInfo
 from bmt_core.plugins.kinds import AXIS, KINDS, check_offers
+from bmt_core.settings import MeshAxis, RunSettings
 
 if TYPE_CHECKING:
     import click
     import torch
 
     from bmt_core.checkpoint import CheckpointFormat
-    from bmt_core.comm.api import CommBackend
+    from bmt_core.comm.protocols import CommBackend
     from bmt_core.ops.provider import KernelProvider
-    from bmt_core.runtime import Runtime
+    from bmt_core.run.runtime import Runtime
 
 # Axis -> the setting that asks for it and the package that brings it.
 _AXIS_PROVIDERS = {"tp": ("tp_size", "bmt-tp"), "pp": ("pipe_size", "bmt-pipeline")}

@@ -73,7 +73,7 @@ def _call(job: Job) -> Any:
     if job.init is None:
         return function(*args, **kwargs)
     # Imported here: the kit also serves tests that never start the runtime.
-    from bmt_core.runtime import init_distributed
+    from bmt_core.run.runtime import init_distributed
 
     init_distributed(**{"device": "cpu", **job.init})
     return function(*args, **kwargs)
@@ -81,7 +81,7 @@ def _call(job: Job) -> Any:
 
 def _clean_up() -> None:
     """Leave this process as it was before the job, also when the job failed half-way."""
-    runtime: Any = sys.modules.get("bmt_core.runtime")
+    runtime: Any = sys.modules.get("bmt_core.run.runtime")
     if runtime is not None:
         runtime.shutdown()
         # The next run has another store, perhaps on the same port, and its ranks may have started differently often before.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bmt_core.comm.api import REDUCE_OPS, ReduceOp
+from bmt_core.comm.protocols import REDUCE_OPS, ReduceOp
 
 # Numbers of ncclRedOp_t.
 _OPS: dict[ReduceOp, int] = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import DistError, Store
 
-from bmt_core.comm.api import CommBackend, CommContext, Group
+from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import SingleGroup, TorchBackend
-from bmt_core.config import Launch
-from bmt_core.start import StartTogether
+from bmt_core.run.start import StartTogether
+from bmt_core.settings import Launch
 from bmt_kernels.nccl.errors import NcclError
 from bmt_kernels.nccl.group import NcclGroup
 from bmt_kernels.nccl.herald import Herald

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bmt_core.comm.api import AllOf, Finished, Group, ReduceOp, Work
+from bmt_core.comm.protocols import AllOf, Finished, Group, ReduceOp, Work
 from bmt_core.comm.torch_backend import SumOfParts
 from bmt_kernels.nccl.arguments import (
     check_apart,

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from bmt_core.blank import has_values
-from bmt_core.parameter import DistributedParameter
-from bmt_core.rng import rank_random
-from bmt_core.runtime import current, is_initialized
-from bmt_core.together import Together
+from bmt_core.modules.root_group import Together
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.uninitialized import has_values
+from bmt_core.run.random_numbers import rank_random
+from bmt_core.run.runtime import current, is_initialized
 
 
 class _Gathered(NamedTuple):

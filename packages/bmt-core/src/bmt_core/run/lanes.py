@@ -18,8 +18,8 @@ from typing import Protocol
 
 import torch
 
-from bmt_core.comm.api import Finished, Group, Work
-from bmt_core.topology import Topology
+from bmt_core.comm.protocols import Finished, Group, Work
+from bmt_core.run.topology import Topology
 
 PRIORITY = -2
 """Of the lanes' streams. A collective that waited for a multiprocessor behind the queue of a product would let all ranks wait."""

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from bmt_core.blank import is_watched, require_values
 from bmt_core.errors import ConfigError
-from bmt_core.parameter import DistributedParameter
-from bmt_core.scope import forward_scope, gather_once, reading_parts
+from bmt_core.modules.outermost_call import forward_scope, gather_once, reading_parts
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.uninitialized import is_watched, require_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -14,8 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bmt_core.comm.api import CommBackend, CommContext, Group
-from bmt_core.config import (
+from bmt_core.comm.protocols import CommBackend, CommContext, Group
+from bmt_core.comm.streams import Event, Stream, make_event, make_stream
+from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.ops import Kernels, choose_kernels
+from bmt_core.plugins import Registry, compare_across_ranks
+from bmt_core.run.lanes import Lanes
+from bmt_core.run.start import StartTogether
+from bmt_core.run.topology import Topology, grid_sizes
+from bmt_core.settings import (
     DEFAULT_COMM_BACKEND,
     DEFAULT_REDUCE_DTYPE,
     DEFAULT_ZERO_LEVEL,
@@ -24,13 +31,6 @@ from bmt_core.config import (
     RunSettings,
     check_rendezvous,
 )
-from bmt_core.errors import ConfigError, NotInitializedError
-from bmt_core.lanes import Lanes
-from bmt_core.ops import Kernels, choose_kernels
-from bmt_core.plugins import Registry, compare_across_ranks
-from bmt_core.start import StartTogether
-from bmt_core.streams import Event, Stream, make_event, make_stream
-from bmt_core.topology import Topology, grid_sizes
 
 _current: Runtime | None = None
 _starts = 0
@@ -120,7 +120,7 @@ def init_distributed(
     Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT``;
     with none set it is a run of one rank. Every rank seeds torch, ``random`` and numpy (if it is imported or
     importable) with ``seed``, so parameter initialisation draws the same numbers everywhere; dropout inside bmt's
-    modules draws from a stream of its own on each data-parallel rank (see :mod:`bmt_core.rng`).
+    modules draws from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
 
     ``pipe_size`` -1 means no pipeline. ``zero_level`` is the level of Blocks that do not say; None means 3.
     ``comm_backend`` is a registered name, or a :class:`CommBackend` class; by default the environment's

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bmt_core.runtime import Runtime
+from bmt_core.run.runtime import Runtime
 
 _MARK = 0x2B5A
 _MARK_SHIFT = 48

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from bmt_core.comm.api import CommBackend, Group
+from bmt_core.comm.protocols import CommBackend, Group
 from bmt_core.comm.torch_backend import SingleGroup
-from bmt_core.config import MeshAxis
 from bmt_core.errors import ConfigError
+from bmt_core.settings import MeshAxis
 
 DATA_AXIS = MeshAxis("dp", 0, 50)  # size 0: whatever the other axes leave
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bmt_core.comm.api import Group
+from bmt_core.comm.protocols import Group
 
 
 def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core import distributed, nccl
+from bmt_core import nccl
 from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.run import collectives as distributed
 from bmt_core.testing import run_ranks
 
 WORLD_SIZES = [1, 2, 4]

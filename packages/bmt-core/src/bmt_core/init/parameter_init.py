@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core.comm.api import Group
-from bmt_core.module_init import ModuleInit, initialize_blanks, initializing, run_init_method
-from bmt_core.parameter import DistributedParameter
-from bmt_core.runtime import current
+from bmt_core.comm.protocols import Group
+from bmt_core.init.module_init import ModuleInit, initialize_blanks, initializing, run_init_method
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current
 
 
 class ParameterInitializer:
@@ -42,7 +42,7 @@ def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None
 
     What was made on the meta device and has no ``init_method`` is then initialised by its modules, children first,
     with one block whole at a time: by ``init(module)``, by the ``_init_weights(module)`` of a module around, or by
-    ``reset_parameters()``; see :func:`bmt_core.module_init.initialize_blanks`.
+    ``reset_parameters()``; see :func:`bmt_core.init.module_init.initialize_blanks`.
     """
     with initializing():
         for parameter in model.parameters():

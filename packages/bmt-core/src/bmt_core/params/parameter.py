@@ -18,14 +18,14 @@ import torch.utils._foreach_utils as foreach_utils
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
-from bmt_core.blank import blank_whole, has_values, mark_blank
-from bmt_core.comm.api import Group
 from bmt_core.comm.autograd import AllGather
+from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.gradient import GradientSum, GradientWatcher, accumulates
-from bmt_core.lanes import Mark
-from bmt_core.runtime import current
-from bmt_core.shard import Shard, even_ranges
+from bmt_core.params.gradient_sum import GradientSum, GradientWatcher, accumulates
+from bmt_core.params.shard import Shard, even_ranges
+from bmt_core.params.uninitialized import blank_whole, has_values, mark_blank
+from bmt_core.run.lanes import Mark
+from bmt_core.run.runtime import current
 
 InitMethod = Callable[[torch.Tensor], Any]
 _torch_data: Any = torch._C.TensorBase.__dict__["data"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from bmt_core.comm.api import Group
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.objects import all_gather_object
-from bmt_core.distributed import all_reduce
-from bmt_core.runtime import current
+from bmt_core.comm.protocols import Group
+from bmt_core.run.collectives import all_reduce
+from bmt_core.run.runtime import current
 
 
 def sum_loss(loss: torch.Tensor, comm: Group | None = None) -> torch.Tensor:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from bmt_core.gradient import accumulates
-from bmt_core.lanes import Mark
-from bmt_core.parameter import DistributedParameter, take_now
-from bmt_core.runtime import current
-from bmt_core.shard import summation_dtype
+from bmt_core.params.gradient_sum import accumulates
+from bmt_core.params.parameter import DistributedParameter, take_now
+from bmt_core.params.shard import summation_dtype
+from bmt_core.run.lanes import Mark
+from bmt_core.run.runtime import current
 
 _ALIGNMENT = 512  # bytes, for the parts in the flat tensors
 
@@ -84,7 +84,7 @@ class Together:
             parts = rows[:, start : start + longest].clone(memory_format=torch.contiguous_format)
             fulls.append(parameter._shard.joined(parts.view(-1)))
         lane = self._lanes.gather
-        lane.after(lane.here())  # [Note: buffer lifetime] in bmt_core.lanes
+        lane.after(lane.here())  # [Note: buffer lifetime] in bmt_core.run.lanes
         self._under_way = None
         return fulls
 

@@ -1,7 +1,7 @@
 """Values for what was made on the meta device: each module's own initialisation, with one block whole at a time.
 
 What is whole when, and how it is known what was written: see [Note: whole while it is written] in
-:mod:`bmt_core.whole_parameters`.
+:mod:`bmt_core.init.whole_parameters`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from bmt_core.blank import (
+from bmt_core.errors import ConfigError
+from bmt_core.init.whole_parameters import WholeParameters, whole_bytes
+from bmt_core.modules.outermost_call import reading_parts
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.uninitialized import (
     blank_buffers,
     blank_parameters,
     has_values,
@@ -24,11 +28,7 @@ from bmt_core.blank import (
     place_buffers,
     settle_buffer,
 )
-from bmt_core.errors import ConfigError
-from bmt_core.parameter import DistributedParameter
-from bmt_core.runtime import current
-from bmt_core.scope import reading_parts
-from bmt_core.whole_parameters import WholeParameters, whole_bytes
+from bmt_core.run.runtime import current
 
 ModuleInit = Callable[[nn.Module], Any]
 

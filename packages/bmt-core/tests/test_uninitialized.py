@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from bmt_core import load, save
-from bmt_core.blank import (
+from bmt_core.errors import CheckpointError, ConfigError
+from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.uninitialized import (
     blank_buffers,
     blank_parameters,
     has_values,
@@ -22,9 +25,6 @@ from bmt_core.blank import (
     poison,
     settle_buffer,
 )
-from bmt_core.errors import CheckpointError, ConfigError
-from bmt_core.module import DistributedModule
-from bmt_core.parameter import DistributedParameter
 from bmt_core.testing import run_ranks
 
 

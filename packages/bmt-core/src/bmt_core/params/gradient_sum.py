@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bmt_core.lanes import Mark
+from bmt_core.run.lanes import Mark
 
 GradientWatcher = Callable[[torch.Tensor, Mark], None]
 """Is told the flat tensor that the ``.grad`` of a shard will be views of, and when its values will be there."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from together_models import (
+from root_group_models import (
     complex_and_unused,
     hooked_and_unread,
     in_other_modes,

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bmt_core import DistributedModule, DistributedParameter
-from bmt_core.module import extend
-from bmt_core.runtime import current, rank, world_size
+from bmt_core.modules.distributed_module import extend
+from bmt_core.run.runtime import current, rank, world_size
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 8, 5
 
@@ -138,7 +138,7 @@ def survives_failures() -> tuple[bool, bool]:
         loss_of(plain, tokens(step)).backward()  # type: ignore[no-untyped-call]
     pairs = zip(plain.parameters(), shards.parameters(), strict=True)
     equal = all(p.grad is None or torch.allclose(p.grad, whole(s, s.grad), atol=1e-5) for p, s in pairs)  # type: ignore[arg-type]
-    from bmt_core.scope import _scope
+    from bmt_core.modules.outermost_call import _scope
 
     return equal, not _scope.ahead and not _scope.gathered
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch
 
     from bmt_core.checkpoint import CheckpointFormat
-    from bmt_core.comm.api import CommBackend
-    from bmt_core.config import MeshAxis, RunSettings
+    from bmt_core.comm.protocols import CommBackend
     from bmt_core.ops.provider import KernelProvider
-    from bmt_core.runtime import Runtime
+    from bmt_core.run.runtime import Runtime
+    from bmt_core.settings import MeshAxis, RunSettings
 
 PROJECT = "bmt"
 
@@ -72,7 +72,7 @@ def bmt_cli_commands() -> Sequence[click.Command]:
 
 @hookspec
 def bmt_run_started(runtime: Runtime) -> None:
-    """Learn that ``init_distributed()`` is done on this rank. ``runtime`` is what ``bmt_core.runtime.current()`` returns."""
+    """Learn that ``init_distributed()`` is done on this rank. ``runtime`` is what ``bmt_core.run.runtime.current()`` returns."""
     raise NotImplementedError
 
 

@@ -12,7 +12,7 @@ from bmt_core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from bmt_core.comm.api import CommBackend
+    from bmt_core.comm.protocols import CommBackend
 
 DEFAULT_COMM_BACKEND = "torch"
 DEFAULT_ZERO_LEVEL = 3

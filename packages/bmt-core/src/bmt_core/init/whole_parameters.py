@@ -19,9 +19,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bmt_core.blank import has_values, is_poisoned, knows_nan, mark_blank, poison
 from bmt_core.errors import ConfigError
-from bmt_core.parameter import DistributedParameter, lend_data
+from bmt_core.params.parameter import DistributedParameter, lend_data
+from bmt_core.params.uninitialized import has_values, is_poisoned, knows_nan, mark_blank, poison
 
 
 class _Whole(NamedTuple):
@@ -94,7 +94,9 @@ class WholeParameters(TorchFunctionMode):
             self._release(next(iter(self._held)))
         part = parameter.data
         whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
-        had_values = has_values(parameter)  # the same on every rank: see [Note: blanks] in bmt_core.blank
+        had_values = has_values(
+            parameter
+        )  # the same on every rank: see [Note: blanks] in bmt_core.params.uninitialized
         if had_values:
             self._gather(parameter, whole)
         else:

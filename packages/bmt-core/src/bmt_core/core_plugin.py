@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bmt_core.hookspecs import hookimpl
+from bmt_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     import click
 
     from bmt_core.checkpoint import CheckpointFormat
-    from bmt_core.comm.api import CommBackend
+    from bmt_core.comm.protocols import CommBackend
 
 
 @hookimpl

@@ -8,8 +8,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from bmt_core.config import Launch
 from bmt_core.errors import ConfigError, PluginError, RemoteError
+from bmt_core.settings import Launch
 
 _KINDS = {kind.__name__: kind for kind in (ConfigError, PluginError)}
 

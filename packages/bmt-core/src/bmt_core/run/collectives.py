@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.api import REDUCE_OPS, Group, ReduceOp
 from bmt_core.comm.autograd import AllGather, AllReduce, Broadcast, ReduceScatter
+from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
 from bmt_core.errors import ConfigError
-from bmt_core.runtime import current
+from bmt_core.run.runtime import current
 
 
 def all_gather(x: torch.Tensor, comm: Group | None = None) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bmt_core.config import Launch, RunSettings, check_rendezvous
 from bmt_core.errors import ConfigError
+from bmt_core.settings import Launch, RunSettings, check_rendezvous
 
 
 def test_no_variables_mean_one_rank() -> None:

@@ -1,0 +1,1 @@
+"""Initial values, the same for every number of ranks."""

@@ -1,0 +1,1 @@
+"""Modules with distributed parameters, and the value through which schedules drive Blocks."""
