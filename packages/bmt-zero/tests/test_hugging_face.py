@@ -15,8 +15,9 @@ from meta_models import MemoryMeter, kept_bytes, whole_bytes
 from torch import nn
 from transformers import DynamicCache
 
-from bmt_core import load, runtime, save
+from bmt_core import load, save
 from bmt_core.errors import ConfigError
+from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 

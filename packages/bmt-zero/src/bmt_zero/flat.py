@@ -242,10 +242,11 @@ class FlatShard:
         # An all-reduce has no form that sends a half type and sums float32.
         return summation_dtype(self.dtype) if self.is_whole or self.reduce_dtype == "fp32" else self.dtype
 
-    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> Mark:
-        """Reduce ``full``, flat full gradients, into the :attr:`sum`, in the lane; return when that will be done. Collective.
+    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> tuple[torch.Tensor, Mark]:
+        """Reduce ``full``, flat full gradients, and what :meth:`hold_back` kept, into the :attr:`sum`, in the lane. Collective.
 
-        What :meth:`hold_back` kept is part of it. The caller keeps ``full`` until then.
+        Returns the tensor that the lane reads, which the caller keeps until the mark, and the mark. It is another one than
+        ``full`` when gradients were held back.
         """
         lane = self.lanes.reduce
         full = self._with_held_back(full)
@@ -257,7 +258,7 @@ class FlatShard:
         self.sum.ready_at(mark)
         if self._watcher is not None and self.sum.flat is not None:
             self._watcher(self.sum.flat, mark)
-        return mark
+        return full, mark
 
     def reduce_now(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective."""
@@ -289,7 +290,8 @@ class FlatShard:
         self.forget_cleared_gradients()
         if self._unreduced is not None:
             nothing = torch.zeros(self.layout.total, dtype=self.buffer_dtype, device=self.device)
-            self.reduce(nothing, [parameter.requires_grad for parameter in self.parameters]).wait()
+            _, mark = self.reduce(nothing, [parameter.requires_grad for parameter in self.parameters])
+            mark.wait()
             self.sum.finish()
 
     def is_hooked(self) -> bool:

@@ -217,7 +217,7 @@ class Use:
             flat.hold_back(buffer, taking)
             return nothing
         self.call_at_end()
-        self._engine.in_flight.keep(self.block.number, buffer, flat.reduce(buffer, taking))
+        self._engine.in_flight.keep(self.block.number, *flat.reduce(buffer, taking))
         return nothing
 
 
