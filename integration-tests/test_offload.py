@@ -241,7 +241,7 @@ def failures(overlap_forward: bool) -> Iterator[Any]:
     changed: dict[Any, set[bool]] = {}
     for p, old in zip(training.model.parameters(), before, strict=True):
         if p in optimizer.state:
-            owner: Any = getattr(p, "_owner", None)
+            owner: Any = getattr(p, "owner_reference", None)
             changed.setdefault(id(p) if owner is None else id(owner()), set()).add(not torch.equal(p.detach(), old))
     # A loaded state makes it whole again.
     with torch.no_grad():

@@ -21,25 +21,25 @@ class Shard:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log = name, log
 
-    def data_changed(self) -> None:
+    def note_update(self, done: Any = None, reads: object = None) -> None:
         self.log.append(f"{self.name} changed")
 
-    def data_ready(self) -> None:
+    def wait_for_updates(self) -> None:
         pass
 
-    def data_replaced(self) -> None:
+    def note_replaced_memory(self) -> None:
         pass
 
-    def complete_gradients(self) -> None:
+    def reduce_held_back(self) -> None:
         pass
 
-    def keep(self, objects: object) -> None:
+    def watch_reductions(self, watcher: Any) -> None:
         pass
 
 
 def owned(data: torch.Tensor, shard: Shard) -> torch.nn.Parameter:
     p: Any = torch.nn.Parameter(data)
-    p._owner = weakref.ref(shard)
+    p.owner_reference = weakref.ref(shard)
     return p  # type: ignore[no-any-return]
 
 
@@ -156,7 +156,7 @@ def test_plan_is_kept_while_only_numbers_change(monkeypatch: pytest.MonkeyPatch)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()
     moved: Any = model.named["a0"]
-    moved._owner = weakref.ref(model.shards["b"])
+    moved.owner_reference = weakref.ref(model.shards["b"])
     optimizer.step()
     assert len(made) == 4
 

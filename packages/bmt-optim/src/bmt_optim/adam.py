@@ -245,9 +245,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         with self._beside.running(lot.updates[0].device) if overlaps else nullcontext():
             grads = [_launch(update, divisor, skip) for update in lot.updates]
             if owner is not None:
-                owner.data_changed()  # a gather of this owner's waits for its own update only
-        if owner is not None and overlaps:
-            owner.keep((grads, divisor, skip))
+                # A gather of this owner's waits for its own update only.
+                owner.note_update(reads=(grads, divisor, skip) if overlaps else None)
 
 
 class _Unsure:

@@ -10,13 +10,13 @@ master overwrites what was written, in both.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from bmt_core.ops import read_master, write_master
+from bmt_core.params.owner import owner_of
 from bmt_optim.host_memory import HostMemory
 from bmt_optim.updates import State
 
@@ -179,12 +179,6 @@ def _lie_together(p: torch.nn.Parameter, other: torch.nn.Parameter) -> bool:
         and p.dtype == other.dtype
         and p.untyped_storage()._cdata == other.untyped_storage()._cdata
     )
-
-
-def owner_of(p: torch.nn.Parameter) -> Any:
-    """Return who keeps ``p`` in a larger storage, None if nobody does."""
-    reference: weakref.ref[Any] | None = getattr(p, "_owner", None)
-    return None if reference is None else reference()
 
 
 def _span(p: torch.Tensor) -> int:

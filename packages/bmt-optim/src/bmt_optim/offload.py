@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from bmt_core.ops import Kernels, read_master
-from bmt_core.params.parameter import Owner
+from bmt_core.params.owner import ParameterOwner
 from bmt_core.run.lanes import Mark
 from bmt_optim import host_worker
 from bmt_optim.adam import MASTER, REMAINDER, AdamOptimizer, settings_of
@@ -232,7 +232,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._departures.clear([schedule for _, schedules in self._schedules for schedule in schedules])
         for part, schedules in self._schedules:
             if part.owner is not None and len(schedules) == 1:
-                part.owner.watch_gradients(_Watcher(self, schedules[0]))
+                part.owner.watch_reductions(_Watcher(self, schedules[0]))
 
     def _run_on_host(self, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         scale = OnHost(divisor) if isinstance(divisor, torch.Tensor) else divisor
@@ -272,10 +272,9 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if owner is None:
             return
         if _overlaps(part):
-            owner.data_changed(update)
-            owner.keep([p.grad for schedule in schedules for p in schedule.params])
+            owner.note_update(update, [p.grad for schedule in schedules for p in schedule.params])
         else:
-            owner.data_changed()
+            owner.note_update()
 
     def _update(self, lot: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         deltas = self._deltas
@@ -325,7 +324,7 @@ def _one_by_one(lot: OwnerUpdates) -> list[OwnerUpdates]:
 
 
 def _overlaps(lot: OwnerUpdates) -> bool:
-    owner: Owner | None = lot.owner
+    owner: ParameterOwner | None = lot.owner
     return owner is not None and all(update.group["overlap_forward"] for update in lot.updates)
 
 

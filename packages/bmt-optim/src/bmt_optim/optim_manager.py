@@ -28,7 +28,7 @@ import torch
 from bmt_core.comm.objects import broadcast_object, together
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
-from bmt_core.params.parameter import complete_gradients
+from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
 from bmt_optim.logical_state import Named, load_logical_state, logical_state
@@ -277,7 +277,7 @@ class OptimManager:
         return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
 
     def _complete(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        complete_gradients(parameters)
+        reduce_held_back(parameters)
         if self.sum_plain_gradients:
             self._plain.sum(parameters, world())
 

@@ -7,17 +7,15 @@ before that of the second begins, so that the gather of a block has to wait for 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from bmt_core.params.parameter import Owner
+from bmt_core.params.owner import OwnerReference, ParameterOwner
 
 State = dict[str, Any]
-OwnerReference = weakref.ref[Owner] | None
 
 
 @dataclass
@@ -46,11 +44,11 @@ class Update:
 class OwnerUpdates:
     """All updates of what lies in one flat shard; of all that lies in none, if there is no owner."""
 
-    reference: OwnerReference
+    reference: OwnerReference | None
     updates: list[Update] = field(default_factory=list)
 
     @property
-    def owner(self) -> Owner | None:
+    def owner(self) -> ParameterOwner | None:
         """The owner, unless it is gone."""
         return None if self.reference is None else self.reference()
 
@@ -91,7 +89,7 @@ class UpdatePlan:
 def _key_of(group: dict[str, Any]) -> tuple[Any, ...]:
     """Return what decides how a group is cut into updates. No call per parameter: this runs in every step."""
     params = _with_gradients(group["params"])
-    owners = [getattr(p, "_owner", None) for p in params]
+    owners = [getattr(p, "owner_reference", None) for p in params]
     kinds = [(p.dtype, p.device) for p in params]
     return group, group["decoupled_weight_decay"], kinds, params, owners
 

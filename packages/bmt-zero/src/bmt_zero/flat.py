@@ -16,7 +16,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bmt_core.comm import Group, Work
-from bmt_core.params.gradient_sum import GradientSum, GradientWatcher, GradientWitness
+from bmt_core.params.gradient_sum import GradientSum, GradientWitness
+from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.parameter import DistributedParameter, make_distributed
 from bmt_core.params.shard import Shard, summation_dtype
 from bmt_core.params.uninitialized import has_values
@@ -81,7 +82,7 @@ class FlatShard:
         self._arrival: Mark | None = None
         self._writes = Writes(self.lanes.gather)
         self._writes.add()
-        self._watcher: GradientWatcher | None = None
+        self._watcher: ReductionWatcher | None = None
         self._versions = self._told = self._current_versions()
         self._stepped = False
         self._unreduced: torch.Tensor | None = None
@@ -110,27 +111,25 @@ class FlatShard:
         """Whether a use holds the full parameters."""
         return self._holders > 0
 
-    def data_changed(self, written: Mark | None = None) -> None:
-        """An optimizer stepped parameters of this shard (see ``Owner``): gathers wait for what it did."""
+    def note_update(self, done: Mark | None = None, reads: object = None) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         versions = self._current_versions()
         if not self._stepped or versions != self._told:
             self._stepped, self._told = True, versions
-            self._writes.add(written)
+            self._writes.add(done)
+        if reads is not None:
+            self._writes.keep(reads)
 
-    def data_ready(self) -> None:
-        """Let the computation wait for the updates of optimizers (see ``Owner``)."""
+    def wait_for_updates(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self._writes.wait()
 
-    def keep(self, objects: object) -> None:
-        """Keep what the optimizer's update reads until the computation has waited (see ``Owner``)."""
-        self._writes.keep(objects)
-
-    def watch_gradients(self, watcher: GradientWatcher | None) -> None:
-        """Have ``watcher`` called when a reduction was started (see ``Owner``)."""
+    def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self._watcher = watcher
 
-    def data_replaced(self) -> None:
-        """A parameter was given other memory: it must be laid out again before the next use (see ``Owner``)."""
+    def note_replaced_memory(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self.stale = True
 
     def observe(self) -> None:
@@ -285,8 +284,8 @@ class FlatShard:
                 parameter.grad = zero
         self._witness = GradientWitness(self.parameters, [parameter.grad for parameter in self.parameters])
 
-    def complete_gradients(self) -> None:
-        """Reduce what :meth:`hold_back` kept and no later backward took along (see ``Owner``). Collective."""
+    def reduce_held_back(self) -> None:
+        """Reduce what :meth:`hold_back` kept and no later backward took along. Collective."""
         self.forget_cleared_gradients()
         if self._unreduced is not None:
             nothing = torch.zeros(self.layout.total, dtype=self.buffer_dtype, device=self.device)
@@ -333,7 +332,7 @@ class FlatShard:
             place.copy_(_part(parameter, shard))
         adopted = make_distributed(parameter, shard, place)
         adopted._in_block = True
-        adopted._owner = weakref.ref(self)
+        adopted.owner_reference = weakref.ref(self)
         return adopted
 
     def _make_full(self) -> tuple[torch.Tensor, torch.Tensor]:

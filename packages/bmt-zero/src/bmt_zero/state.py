@@ -17,6 +17,7 @@ from bmt_core.comm import Group
 from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.outermost_call import gather_once
+from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
@@ -357,7 +358,7 @@ class BlockState:
         topology = current().topology
         if not isinstance(parameter, DistributedParameter):
             return topology.shard_group(self.local_axes)
-        owner = parameter._owner() if parameter._owner is not None else None
+        owner = owner_of(parameter)
         if owner is not None and owner not in self.flats:
             name = next(place.name for place in places if place.parameter is parameter)
             raise ConfigError(

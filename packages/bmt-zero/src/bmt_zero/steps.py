@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from bmt_core.params.parameter import DistributedParameter, complete_gradients
+from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 
 
 class _Watch:
@@ -31,12 +31,12 @@ def watch_steps() -> None:
 
 
 def _steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    complete_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
+    reduce_held_back(parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     owners = {
-        parameter._owner
+        parameter.owner_reference
         for group in optimizer.param_groups
         for parameter in group["params"]
         if isinstance(parameter, DistributedParameter) and parameter.grad is not None
@@ -44,4 +44,4 @@ def _stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for reference in owners:
         owner = reference() if reference is not None else None
         if owner is not None:
-            owner.data_changed()
+            owner.note_update()

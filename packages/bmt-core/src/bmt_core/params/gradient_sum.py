@@ -21,9 +21,6 @@ import torch
 
 from bmt_core.run.lanes import Mark
 
-GradientWatcher = Callable[[torch.Tensor, Mark], None]
-"""Is told the flat tensor that the ``.grad`` of a shard will be views of, and when its values will be there."""
-
 
 class GradientWitness:
     """Remembers in which state the gradients of some parameters were left, to tell later whether anybody touched them.

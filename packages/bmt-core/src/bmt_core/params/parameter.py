@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -21,36 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from bmt_core.comm.autograd import AllGather
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.params.gradient_sum import GradientSum, GradientWatcher, accumulates
+from bmt_core.params.gradient_sum import GradientSum, accumulates
+from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.shard import Shard, even_ranges
 from bmt_core.params.uninitialized import blank_whole, has_values, mark_blank
-from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
 
 InitMethod = Callable[[torch.Tensor], Any]
 _torch_data: Any = torch._C.TensorBase.__dict__["data"]
-
-
-class Owner(Protocol):
-    """Who keeps a parameter's part inside a larger storage."""
-
-    def data_changed(self, written: Mark | None = None) -> None:
-        """An optimizer stepped a part. ``written`` is when it is there; None: when the computation has come to this point."""
-
-    def data_ready(self) -> None:
-        """Let the computation wait for updates that an optimizer runs beside it."""
-
-    def data_replaced(self) -> None:
-        """A part was given other memory: take it over before the next use."""
-
-    def keep(self, objects: object) -> None:
-        """Keep what the update just told of reads until the computation has waited for it."""
-
-    def complete_gradients(self) -> None:
-        """Reduce gradients that were kept back. Collective."""
-
-    def watch_gradients(self, watcher: GradientWatcher | None) -> None:
-        """Have ``watcher`` called whenever a backward pass has started the last that it does to the gradients of the parts."""
 
 
 class DistributedParameter(torch.nn.Parameter):
@@ -70,7 +48,7 @@ class DistributedParameter(torch.nn.Parameter):
     _tp_mode: bool
     _tp_split_dim: int
     _in_block: bool
-    _owner: weakref.ref[Owner] | None
+    owner_reference: OwnerReference | None
     _initialized: bool
     _shared: bool
     _flat_index: int | None
@@ -177,9 +155,9 @@ class DistributedParameter(torch.nn.Parameter):
         _torch_data.__set__(self, value)
         if before == (self.untyped_storage()._cdata, self.storage_offset(), self.dtype, self.shape):
             return
-        owner = self._owner() if self._owner is not None else None
+        owner = owner_of(self)
         if owner is not None:
-            owner.data_replaced()
+            owner.note_replaced_memory()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch annotates nothing
         return (
@@ -239,14 +217,14 @@ class DistributedParameter(torch.nn.Parameter):
         self._tp_mode = tp_mode
         self._tp_split_dim = tp_split_dim
         self._in_block = False
-        self._owner = None
+        self.owner_reference = None
         self._sum: GradientSum | None = None
         self._set_history((False, False, None, False))
 
     def _wait_for_updates(self) -> None:
-        owner = self._owner() if self._owner is not None else None
+        owner = owner_of(self)
         if owner is not None:
-            owner.data_ready()
+            owner.wait_for_updates()
 
     def _history(self) -> tuple[bool, bool, int | None, bool]:
         return self._initialized, self._shared, self._flat_index, not has_values(self)
@@ -272,16 +250,16 @@ for _types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_
         _types.append(DistributedParameter)  # type: ignore[arg-type]  # the list's type is inferred from its contents
 
 
-def complete_gradients(parameters: Iterable[torch.Tensor]) -> None:
+def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
     """Bring ``.grad`` of ``parameters`` up to date before an optimizer reads it: reduce what was kept back. Collective.
 
     Gradients are kept back between micro-batches; this matters for a block that took no part in the last one.
     """
-    references = [p._owner for p in parameters if isinstance(p, DistributedParameter) and p._owner is not None]
+    references = [p.owner_reference for p in parameters if isinstance(p, DistributedParameter)]
     for reference in dict.fromkeys(references):
-        owner = reference()
+        owner = None if reference is None else reference()
         if owner is not None:
-            owner.complete_gradients()
+            owner.reduce_held_back()
 
 
 def whole_tensor_shard(shape: torch.Size, group: Group) -> Shard:
@@ -309,7 +287,7 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
         made._set_place(shard, None, False, -1)
     else:
         made = parameter
-        made._owner = None
+        made.owner_reference = None
         made.data = part
         made._shard = shard
         made._sum = None
