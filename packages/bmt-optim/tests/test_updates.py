@@ -199,8 +199,8 @@ def test_owners_keep_all_that_overlapping_updates_read() -> None:
     kept: dict[str, Any] = {}
 
     class Keeping(Shard):
-        def keep(self, objects: object) -> None:
-            kept[self.name] = objects
+        def note_update(self, done: Any = None, reads: object = None) -> None:
+            kept[self.name] = reads
 
     shard = Keeping("a", [])
     params = [owned(torch.ones(2), shard) for _ in range(2)]
