@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from scratch_axes import grid_with
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -20,8 +21,6 @@ from bmt_core.checkpoint import loading
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.shard import Shard
-from bmt_core.plugins import Registry
-from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.settings import MeshAxis
 from bmt_core.testing import rank_pool, run_ranks
 
@@ -466,36 +465,9 @@ def test_extra_state_may_be_a_tensor_or_hold_some(tmp_path: Path) -> None:
 # ---- tensor-parallel slices ----
 
 
-class TensorParallel:
-    """The axis that a tensor-parallel package adds."""
-
-    @hookimpl
-    def bmt_mesh_axes(self, config: bmt_core.RunSettings) -> list[MeshAxis]:
-        return [MeshAxis("tp", config.tp_size, 100)]
-
-
-def with_tp(function: Callable[..., Any], tp_size: int, *args: Any) -> Any:
-    """Run ``function`` in a run whose grid has the axis tp."""
-    load = Registry.load
-
-    def load_with_axis() -> Registry:
-        registry = load(disabled=[name for name in ("bmt-tp",) if name in installed_plugins()])
-        registry.register(TensorParallel(), "test-tp")
-        return registry
-
-    Registry.load = load_with_axis  # type: ignore[method-assign, assignment]
-    try:
-        bmt_core.init_distributed(tp_size=tp_size, device="cpu")
-        return function(*args)
-    finally:
-        Registry.load = load  # type: ignore[method-assign]
-        bmt_core.shutdown()
-
-
-def installed_plugins() -> set[str]:
-    from importlib.metadata import entry_points
-
-    return {entry.name for entry in entry_points(group="bmt")}
+def tensor_parallel(size: int) -> dict[str, Any]:
+    """Arguments of a run whose grid has the axis tp."""
+    return grid_with(MeshAxis("tp", size, 100, shards_data=False))
 
 
 def parallel_net(seed: int) -> nn.Module:
@@ -527,7 +499,7 @@ def load_parallel(path: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("world_size", "tp_size"), [(2, 2), (4, 2), (4, 4)])
 def test_tensor_parallel_slices_are_saved_whole_and_cut_again(world_size: int, tp_size: int, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    run_ranks(with_tp, world_size, save_parallel, tp_size, str(path), init=None)
+    run_ranks(save_parallel, world_size, str(path), init=tensor_parallel(tp_size))
     saved = torch.load(path, weights_only=True)
     assert {name: tuple(value.shape) for name, value in saved.items()} == {
         "rows": (8, 3),
@@ -537,5 +509,5 @@ def test_tensor_parallel_slices_are_saved_whole_and_cut_again(world_size: int, t
     expected = {name: value.tolist() for name, value in saved.items()}
     assert saved["rows"].equal(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
     assert saved["columns"].equal(torch.randn(3, 8, generator=torch.Generator().manual_seed(1)))
-    assert run_ranks(with_tp, world_size, load_parallel, tp_size, str(path), init=None) == [expected] * world_size
+    assert run_ranks(load_parallel, world_size, str(path), init=tensor_parallel(tp_size)) == [expected] * world_size
     assert run_ranks(load_parallel, 1, str(path)) == [expected]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scratch_axes import grid_with
 from torch import nn
 
 from bmt_core.comm.protocols import Group
@@ -15,6 +16,7 @@ from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
+from bmt_core.settings import MeshAxis
 from bmt_core.testing import run_ranks
 
 Made = Callable[[torch.Tensor], nn.Parameter]
@@ -376,14 +378,13 @@ def test_a_plain_parameter_on_the_meta_device_is_refused() -> None:
 def slices() -> str:
     with torch.device("meta"):
         model = Affine(4, sharded)
-        model.weight = DistributedParameter(
-            torch.empty(4, 3), group=runtime.current().world, tp_mode=True, tp_split_dim=0
-        )
+        model.weight = DistributedParameter(torch.empty(4, 3), tp_mode=True, tp_split_dim=0)
     with pytest.raises(ConfigError) as caught:
         init_parameters(model)
     return str(caught.value)
 
 
 def test_a_tensor_parallel_slice_needs_an_init_method() -> None:
-    for message in run_ranks(slices, 2):
+    for message in run_ranks(slices, 2, init=grid_with(MeshAxis("tp", 2, 100, shards_data=False))):
+        assert "shape (4, 3) is a slice of one of shape (8, 3)" in message
         assert "Give it an init_method" in message

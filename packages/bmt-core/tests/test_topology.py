@@ -6,15 +6,18 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scratch_axes import grid_with
 
-from bmt_core.errors import ConfigError
+from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology, grid_sizes
 from bmt_core.settings import MeshAxis
 from bmt_core.testing import run_ranks
 
+TENSOR = MeshAxis("tp", 2, 100, shards_data=False)
 AXES = ("pp", "dp", "tp")
 GRIDS = [
     (pp, dp, tp)
@@ -59,7 +62,7 @@ def test_old_attributes_follow_their_formulas(grid: tuple[int, int, int], rank: 
     pp, dp, tp = grid
     world = pp * dp * tp
     rank %= world
-    t = Topology(dict(zip(AXES, grid, strict=True)), rank)
+    t = Topology(dict(zip(AXES, grid, strict=True)), rank, same_data={"tp"})
     stage = world // pp
     assert (t.stages, t.pipe_idx, t.stage_id) == (pp, rank % stage, rank // stage)
     assert (t.tp_id, t.tp_idx) == (rank % tp, rank // tp)
@@ -70,7 +73,7 @@ def test_old_attributes_follow_their_formulas(grid: tuple[int, int, int], rank: 
     assert [t.get_group_id(n) for n in names] == [t.pipe_idx, 0, t.tp_zero_idx, t.tp_idx]
     assert [t.get_group_rank(n) for n in names] == [t.stage_id, rank, t.tp_zero_id, t.tp_id]
     # Ranks that share data, and only they, share a data rank.
-    others = [Topology(t.sizes, r).data_rank for r in range(world)]
+    others = [Topology(t.sizes, r, same_data={"tp"}).data_rank for r in range(world)]
     assert sorted(set(others)) == list(range(world // tp))
     assert others[rank] == t.data_rank == rank // tp
 
@@ -94,9 +97,8 @@ def test_axes_lie_by_order_then_name() -> None:
     ]
 
 
-def groups_of(sizes: dict[str, int]) -> dict[str, Any]:
-    backend = runtime.current().backend
-    topology = Topology(sizes, runtime.rank(), backend)
+def groups_of() -> dict[str, Any]:
+    topology = runtime.current().topology
     made = {"+".join(axes): topology.group(axes) for axes in (("tp",), ("dp",), ("dp", "tp"), ())}
     assert topology.group(("tp", "pp")) is topology.group(("tp",))  # pp has one rank: the same group, made once
     assert topology.group_of(made["tp"].ranks) is made["tp"]
@@ -106,8 +108,68 @@ def groups_of(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def test_real_groups_on_four_ranks() -> None:
-    for rank, groups in enumerate(run_ranks(groups_of, 4, {"pp": 1, "dp": 2, "tp": 2})):
+    results = run_ranks(groups_of, 4, init=grid_with(TENSOR))
+    for rank, groups in enumerate(results):
         assert groups["tp"] == ((rank // 2 * 2, rank // 2 * 2 + 1), rank % 2)
         assert groups["dp"] == ((rank % 2, rank % 2 + 2), rank // 2)
         assert groups["dp+tp"] == ((0, 1, 2, 3), rank)
         assert groups[""] == ((rank,), 0)
+
+
+def test_an_axis_whose_ranks_see_the_same_data_does_not_count_as_data() -> None:
+    pipeline = MeshAxis("pp", 2, 0)
+    assert run_ranks(data_place, 4, init=grid_with(pipeline, TENSOR)) == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    assert run_ranks(data_place, 4, init=grid_with(pipeline)) == [(4, rank) for rank in range(4)]
+
+
+def data_place() -> tuple[int, int]:
+    topology = runtime.current().topology
+    return topology.data_size, topology.data_rank
+
+
+def sums_in_any_order() -> list[float]:
+    """Rank 3 uses no group; the others use theirs in orders, and in numbers, of their own."""
+    topology = runtime.current().topology
+    rows, columns = topology.group(("dp",)), topology.group(("tp",))
+    used = {
+        0: [columns, topology.twin(columns, "gather"), rows],
+        1: [columns, topology.twin(columns, "gather")],
+        2: [rows],
+    }
+    sums = []
+    for group in used.get(runtime.rank(), []):
+        x = torch.tensor([runtime.rank() + 1.0])
+        group.all_reduce(x).wait()
+        sums.append(float(x))
+    return sums
+
+
+def test_a_group_connects_its_members_and_waits_for_nobody_else() -> None:
+    results = run_ranks(sums_in_any_order, 4, init=grid_with(TENSOR))
+    assert results == [[3.0, 3.0, 4.0], [3.0, 3.0], [4.0], []]
+
+
+def waits_alone() -> str:
+    group = runtime.current().topology.group(("tp",))
+    if runtime.rank() != 0:
+        return ""
+    with pytest.raises(RemoteError) as caught:
+        group.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+def test_a_member_that_never_uses_the_group_is_an_error_for_the_others() -> None:
+    said, *others = run_ranks(waits_alone, 4, init=grid_with(TENSOR, timeout=5))
+    assert said.startswith("Rank 0 waited 5 s for the other members of the group of ranks (0, 1) to use it: ")
+    assert others == [""] * 3
+
+
+def after_shutdown() -> None:
+    group = runtime.current().topology.group(("tp",))
+    runtime.shutdown()
+    with pytest.raises(NotInitializedError, match="given back by shutdown"):
+        group.all_reduce(torch.ones(1))
+
+
+def test_a_group_that_never_connected_does_not_after_the_run() -> None:
+    run_ranks(after_shutdown, 4, init=grid_with(TENSOR))

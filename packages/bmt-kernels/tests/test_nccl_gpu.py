@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_core.comm import TorchGroup, all_gather_object, broadcast_object
+from bmt_core.comm import LazyGroup, TorchGroup, all_gather_object, broadcast_object
 from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
 from bmt_core.run.runtime import current, synchronize
 from bmt_core.testing import RankPool, run_ranks
@@ -138,7 +138,9 @@ def host_and_twins() -> None:
     x = torch.ones(5)
     native.all_reduce(x).wait()
     assert x.tolist() == [native.size] * 5
-    twin = current().topology.twin(native, "gather")
+    handle = current().topology.twin(native, "gather")
+    assert isinstance(handle, LazyGroup)
+    twin = handle.connected()
     assert isinstance(twin, NcclGroup) and twin is not native
     # Two communicators on two streams, in other orders on the device than on the host.
     side = torch.cuda.Stream()
@@ -207,7 +209,9 @@ def sleeping_program() -> None:
 
 def one_rank_leaves(how: str, are_connected: bool) -> tuple[float, str]:
     native: Group = current().world
-    twin = current().topology.twin(native, "reduce")
+    handle = current().topology.twin(native, "reduce")
+    assert isinstance(handle, LazyGroup)
+    twin = handle.connected()  # joined; its members are connected by NCCL's first operation
     x, y = torch.ones(1000, device="cuda"), torch.ones(1000, device="cuda")
     for group in (native, twin) if are_connected else ():
         group.all_reduce(x).wait()

@@ -12,8 +12,6 @@ from bmt_core.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from bmt_core.comm.protocols import CommBackend
-
 DEFAULT_COMM_BACKEND = "torch"
 DEFAULT_ZERO_LEVEL = 3
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -33,7 +31,7 @@ class RunSettings:
     num_micro_batches: int | None = None
     tp_size: int = 1
     zero_level: int = DEFAULT_ZERO_LEVEL
-    comm_backend: str | type[CommBackend] = DEFAULT_COMM_BACKEND
+    comm_backend: str | type[object] = DEFAULT_COMM_BACKEND
     device: str | torch.device | None = None
     timeout: float = 1800.0
     pin_cpu: bool = False
@@ -120,12 +118,19 @@ def check_rendezvous(environ: Mapping[str, str] | None = None) -> None:
 class MeshAxis:
     """An axis that a package adds to the rank grid; axes lie from outermost to innermost by ``(order, name)``.
 
-    The built-in axis ``dp`` has order 50 and takes the ranks that the others leave.
+    The built-in axis ``dp`` has order 50 and takes the ranks that the others leave. ``shards_data``: whether the ranks along
+    the axis see different data. It decides what dropout draws, and by how much summed gradients are divided to be those of
+    the mean loss.
     """
 
     name: str
     size: int
     order: int
+    shards_data: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"The axis {self.name!r} must have a size of at least 1, not {self.size}.")
 
 
 def _integer(environ: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -18,7 +18,6 @@ import torch
 from bmt_core.comm.objects import all_gather_object, broadcast_object, together
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import current
 from bmt_optim.run import world
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class _Place:
     def shape(self) -> torch.Size:
         """Shape of the whole parameter, never without dimensions."""
         p = self.parameter
-        shape = p._tp_original_shape if isinstance(p, DistributedParameter) else p.shape
+        shape = p.whole_shape if isinstance(p, DistributedParameter) else p.shape
         return shape or torch.Size((1,))
 
     def is_sharded(self, value: Any) -> bool:
@@ -114,22 +113,13 @@ class _Place:
         """Return the whole tensor that ``part`` is this rank's part of. Collective."""
         p = self.parameter
         assert isinstance(p, DistributedParameter)
-        full = p.gather_like(part.to(p.device))  # states may live on the host
-        if p.local_axes:
-            tp = current().topology.group(p.local_axes)
-            slices = full.new_empty(tp.size * full.numel())
-            tp.all_gather(slices, full.reshape(-1)).wait()
-            full = torch.cat(slices.view(tp.size, *full.shape).unbind(0), dim=p._tp_split_dim)
-        return full.reshape(self.shape)
+        return p.gather_all_like(part.to(p.device)).reshape(self.shape)  # states may live on the host
 
     def part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a whole tensor, where that is."""
         p = self.parameter
         assert isinstance(p, DistributedParameter)
-        if p.local_axes:
-            tp = current().topology.group(p.local_axes)
-            full = full.chunk(tp.size, dim=p._tp_split_dim)[tp.rank]
-        return p.local_part(full.reshape(p.full_shape))
+        return p.local_part(p.own_slice(full.reshape(p.whole_shape)))
 
 
 def _places(optimizers: Sequence[torch.optim.Optimizer], named_parameters: Named | None) -> dict[str, _Place]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +21,11 @@ from bmt_core.modules.distributed_module import (
 )
 from bmt_core.modules.outermost_call import forward_scope
 from bmt_core.params.uninitialized import is_watched, place_buffers, require_values, watch_for_values
+from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_zero.nested import tensors_in
 from bmt_zero.state import BlockState
-
-Mode = Literal["BLOCK", "PIPE"]
 
 
 class Block(nn.Module):
@@ -43,7 +42,9 @@ class Block(nn.Module):
     again in backward. ``initialized``: the values are final, :func:`init_parameters` leaves them. ``reduce_dtype``: how
     gradients are summed over ranks, see :func:`init_distributed`.
     ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share what was compiled.
-    ``mode``: ``"PIPE"`` for a block inside one pipeline stage, which is sharded over its stage's ranks only.
+    ``local_axes``: axes of the rank grid along which each rank has a block of its own, such as the axis of pipeline stages:
+    parameters are sharded over the ranks that differ along the other axes only. ``mode="PIPE"`` is BMTrain's spelling for a
+    block inside one pipeline stage.
 
     ``inner_module`` may be on the meta device: it is sharded as it is and gets its values from :func:`init_parameters`
     or from a checkpoint. Using it without is an error.
@@ -72,18 +73,19 @@ class Block(nn.Module):
         use_checkpoint: bool = True,
         zero_level: int | None = None,
         initialized: bool = False,
-        mode: Mode = "BLOCK",
+        mode: BlockMode = "BLOCK",
         *,
+        local_axes: Iterable[str] = (),
         reduce_dtype: ReduceDtype | None = None,
         compile: bool = False,
     ) -> None:
         level = check_zero_level(current().settings.zero_level if zero_level is None else zero_level)
-        if mode not in ("BLOCK", "PIPE"):
-            raise ConfigError(f"mode must be 'BLOCK' or 'PIPE', not {mode!r}.")
+        if isinstance(local_axes, str):
+            raise ConfigError(f"local_axes is a collection of axes, such as ({local_axes!r},), not a text.")
         self.__dict__["_bmt_block"] = BlockState(
             use_checkpoint=use_checkpoint,
             level=level,
-            local_axes=("pp",) if mode == "PIPE" else (),
+            local_axes=tuple(dict.fromkeys([*local_axes, *axes_of_mode(mode)])),
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
         )
@@ -146,8 +148,8 @@ class Block(nn.Module):
         return self  # BMTrain's name of the inner module
 
     @property
-    def _mode(self) -> Mode:
-        return "PIPE" if "pp" in self._bmt_block.local_axes else "BLOCK"
+    def _mode(self) -> BlockMode:
+        return mode_of_axes(self._bmt_block.local_axes)
 
     @property
     def _bmt_block(self) -> BlockState:

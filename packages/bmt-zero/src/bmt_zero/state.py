@@ -351,6 +351,7 @@ class BlockState:
         used = [p._flat_index for flat in self.flats for p in flat.parameters if p._flat_index is not None]
         for number, flat in enumerate(made, start=max(used, default=-1) + 1):
             for parameter in flat.parameters:
+                parameter.make_local(self.local_axes)
                 parameter._flat_index = number if parameter._flat_index is None else parameter._flat_index
         return made
 
@@ -367,6 +368,13 @@ class BlockState:
             )
         if not self.local_axes:
             return parameter.group
+        shared = [place.axis for place in parameter.locality if place.is_sharded and place.axis in self.local_axes]
+        if shared:
+            name = next(place.name for place in places if place.parameter is parameter)
+            raise ConfigError(
+                f"Parameter {name!r} has a share of its gradient on each rank along {shared[0]!r}, and its Block is local along"
+                " that axis, so that the shares would not be summed. Declare gradients='whole', or make the Block sharded along it."
+            )
         return topology.shard_group({*self.local_axes, *parameter.local_axes})
 
 

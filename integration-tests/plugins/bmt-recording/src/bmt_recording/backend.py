@@ -75,9 +75,9 @@ class RecordingBackend(CommBackend):
             raise ConfigError(f"BMT_RECORDING_INNER={inner} would wrap itself. Name the backend that does the work.")
         self.inner: CommBackend = Registry.load().find("comm backend", inner)(context)
 
-    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
-        """Make the inner backend's groups and wrap this rank's."""
-        return RecordingGroup(self.inner.new_group(partition))
+    def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
+        """Wrap the group that the inner backend makes."""
+        return RecordingGroup(self.inner.new_group(ranks, name))
 
     def close(self) -> None:
         """Close the inner backend."""

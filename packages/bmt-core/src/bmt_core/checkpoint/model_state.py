@@ -70,7 +70,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 def whole_shape(value: torch.Tensor) -> torch.Size:
     """Return the shape of :func:`whole_tensor` without making it."""
-    return value._tp_original_shape if isinstance(value, DistributedParameter) else value.shape
+    return value.whole_shape if isinstance(value, DistributedParameter) else value.shape
 
 
 def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
@@ -79,10 +79,7 @@ def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
         if not isinstance(target, DistributedParameter):
             target.copy_(whole)
             return
-        for dim, length in enumerate(target.full_shape):
-            if length != whole.shape[dim]:  # cut over the tensor-parallel ranks
-                whole = whole.narrow(dim, current().topology.axis_rank("tp") * length, length)
-        target.copy_(target.local_part(whole))
+        target.copy_(target.local_part(target.own_slice(whole)))
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor | None]]:

@@ -1,5 +1,6 @@
 """Communication: what a backend must provide, the default one, differentiable collectives and Python objects."""
 
+from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.objects import all_gather_object, broadcast_object, together
 from bmt_core.comm.protocols import CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.torch_backend import SingleGroup, TorchBackend, TorchGroup
@@ -9,6 +10,7 @@ __all__ = [
     "CommContext",
     "Finished",
     "Group",
+    "LazyGroup",
     "ReduceOp",
     "SingleGroup",
     "TorchBackend",

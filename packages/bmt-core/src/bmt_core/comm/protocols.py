@@ -46,7 +46,8 @@ class Group(ABC):
 
     Every operation is collective over the group, must be called in the same order by all its ranks, takes contiguous
     tensors on the run's device (or on the CPU), writes into the given output and returns a :class:`Work`. The caller
-    keeps the tensors alive until it has waited.
+    keeps the tensors alive until it has waited. Sends and receives concern two ranks only; but the first operation on a
+    group waits until every member has come to its first one.
     """
 
     ranks: tuple[int, ...]
@@ -121,10 +122,13 @@ class CommBackend(ABC):
         self.context = context
 
     @abstractmethod
-    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
-        """Make the groups of ``partition`` (disjoint, covering every rank) and return this rank's own.
+    def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
+        """Connect the group of ``ranks`` (ascending, at least two, this rank among them) and return it.
 
-        Collective over the world: every rank calls with the same partition in the same order.
+        Called by each member when it comes to its first operation on the group, so it may wait for the other members,
+        and for nobody else: ranks outside may never make the call. ``name`` is the same on all members and belongs to
+        this group alone, also where two groups have the same members. Members may have made different numbers of
+        groups before, so they must find each other by ``name``, not by counting. The first call, at start, is for all ranks.
         """
 
     @abstractmethod

@@ -5,6 +5,12 @@ Gloo runs collectives in threads of its own, which let go of a tensor a moment a
 does so while the interpreter ends aborts the process, so the threads must end before. They end with torch's group, when nobody
 keeps it: :meth:`TorchBackend.close` takes it from the groups, which models keep. But torch's group waits for what is under way,
 perhaps for ranks that never come. Such a group is kept for ever, with its tensors, and a rank that failed can leave.
+
+[Note: groups by name]
+``torch.distributed.new_group`` numbers groups by counting, so every rank must make every group, or at least all members as
+many as each other. Here only the members of a group make it, when they first use it, and have made different numbers of others
+before. So torch's own helper is called with a name. For the same reason the group of all ranks is not bound to a device:
+NCCL would then split every later group off it, which needs all ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +23,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
-from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# See [Note: groups by name].
+_make_process_group: Any = distributed_c10d._new_process_group_helper
+
+_GIVEN_BACK = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -47,9 +58,7 @@ class TorchGroup(Group):
     def process_group(self) -> dist.ProcessGroup:
         """Torch's group, until the run ends."""
         if self._process_group is None:
-            raise NotInitializedError(
-                "This group was given back by shutdown(). Call init_distributed() to start another run."
-            )
+            raise NotInitializedError(_GIVEN_BACK)
         return self._process_group
 
     def close(self) -> None:
@@ -153,8 +162,8 @@ class TorchBackend(CommBackend):
         super().__init__(context)
         self._engines = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
         self._timeout = timedelta(seconds=context.timeout)
-        self._world_is_taken = False
         self._groups: list[TorchGroup] = []
+        self._is_closed = False
         if context.world_size == 1:
             return
         # Its functions have the group of all ranks as a default: if they are defined later, they keep it.
@@ -163,43 +172,63 @@ class TorchBackend(CommBackend):
             raise ConfigError(
                 "torch.distributed is initialised already. Let init_distributed() do it: remove your init_process_group() call."
             )
-        # Naming the device makes NCCL connect now, where a failure has a name, and not in the first collective.
-        device_id = context.device if context.device.type == "cuda" else None
         dist.init_process_group(
-            self._engines,
-            store=context.store,
-            rank=context.rank,
-            world_size=context.world_size,
-            timeout=self._timeout,
-            device_id=device_id,
+            self._engines, store=context.store, rank=context.rank, world_size=context.world_size, timeout=self._timeout
         )
+        try:
+            self._connect_devices(dist.group.WORLD)
+        except BaseException:
+            self.close()
+            raise
 
-    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
-        """Make the groups of ``partition``; the first of all ranks is the one that torch made at start."""
-        rank = self.context.rank
-        own = next(ranks for ranks in partition if rank in ranks)
-        if all(len(ranks) == 1 for ranks in partition):
-            return SingleGroup(rank)
-        mine: dist.ProcessGroup | None = None
-        for ranks in partition:
-            if len(ranks) == self.context.world_size and not self._world_is_taken:
-                self._world_is_taken = True
-                made: Any = dist.group.WORLD
-            else:
-                made = dist.new_group(list(ranks), timeout=self._timeout, backend=self._engines)
-            if ranks == own:
-                mine = made
-        assert mine is not None
-        group = TorchGroup(own, own.index(rank), mine)
+    def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
+        """See :meth:`CommBackend.new_group`; the first group, of all ranks, is the one that torch made at start.
+
+        Raises :class:`RemoteError` when the other members do not come within the run's timeout.
+        """
+        if self._is_closed:
+            raise NotInitializedError(_GIVEN_BACK)
+        process_group: Any = self._new_process_group(ranks, name) if self._groups else dist.group.WORLD
+        group = TorchGroup(ranks, ranks.index(self.context.rank), process_group)
         self._groups.append(group)
         return group
 
     def close(self) -> None:
         """Destroy the process groups. No barrier: a rank that failed must be able to leave."""
+        self._is_closed = True
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
         for group in self._groups:
             group.close()
+
+    def _new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        rank, members = self.context.rank, list(ranks)
+        assert self.context.store is not None
+        store = dist.PrefixStore("bmt-groups", self.context.store)
+        try:
+            process_group, _ = _make_process_group(
+                len(members),
+                ranks.index(rank),
+                members,
+                dist.Backend(self._engines),
+                store,
+                name,
+                timeout=self._timeout,
+            )
+            places = {member: place for place, member in enumerate(members)}
+            distributed_c10d._world.pg_group_ranks[process_group] = places
+            self._connect_devices(process_group)
+        except dist.DistError as error:
+            raise RemoteError(
+                f"Rank {rank} waited {self.context.timeout:g} s for the other members of the group of ranks {ranks} to use it:"
+                f" {error}. Look at their output; all members of a group must take part in what is done on it."
+            ) from error
+        return process_group  # type: ignore[no-any-return]
+
+    def _connect_devices(self, process_group: Any) -> None:
+        """Let NCCL connect now, with all members, and not in the first operation, which may concern two of them only."""
+        if self.context.device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 
 class SumOfParts:

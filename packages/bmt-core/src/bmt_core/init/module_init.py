@@ -80,12 +80,9 @@ def run_init_method(parameter: DistributedParameter) -> None:
     """Give ``parameter`` the values that its ``init_method`` gives the whole tensor, if it has one."""
     if parameter._init_method is None:
         return
-    whole = torch.empty(parameter._tp_original_shape, dtype=parameter.dtype, device=parameter.device)
+    whole = torch.empty(parameter.whole_shape, dtype=parameter.dtype, device=parameter.device)
     parameter._init_method(whole)
-    if whole.shape != parameter.full_shape:
-        split = parameter._tp_split_dim
-        whole = whole.chunk(current().topology.axis_size("tp"), dim=split)[current().topology.axis_rank("tp")]
-    parameter.copy_(parameter.local_part(whole))
+    parameter.copy_(parameter.local_part(parameter.own_slice(whole)))
 
 
 @contextmanager

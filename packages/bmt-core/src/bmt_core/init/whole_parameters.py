@@ -85,10 +85,10 @@ class WholeParameters(TorchFunctionMode):
     def _hold(self, parameter: DistributedParameter) -> None:
         key = id(parameter)
         is_kept = key in self._targets and key not in self._settled
-        if is_kept and parameter.local_axes:
+        if is_kept and parameter.whole_shape != parameter.full_shape:
             raise ConfigError(
-                f"A parameter of shape {tuple(parameter.full_shape)} is a tensor-parallel slice, and a module that"
-                " initialises it would draw the same slice on every rank. Give it an init_method."
+                f"A parameter of shape {tuple(parameter.full_shape)} is a slice of one of shape {tuple(parameter.whole_shape)},"
+                " and a module that initialises it would draw the same slice on every rank. Give it an init_method."
             )
         while self._held and sum(_bytes(held) for held in self._held.values()) + whole_bytes(parameter) > self._budget:
             self._release(next(iter(self._held)))
@@ -108,7 +108,7 @@ class WholeParameters(TorchFunctionMode):
         # Every element is zero on all ranks but one. gather_like() would need memory for many parts beside the whole; and
         # a communicator may hold what it is given for a moment after its work, so it gets small pieces, in one buffer.
         parameter.local_part(whole.zero_()).copy_(parameter.detach())
-        if parameter.replicas == parameter.group.size:
+        if parameter._shard.replicated or parameter.group.size == 1:
             return
         if self._piece is None:
             length = min(_LONGEST_PIECE, max(_SHORTEST_PIECE, self._budget // 16)) // 16 * 16

@@ -17,6 +17,7 @@ import torch
 from bmt_core.comm.protocols import Group
 from bmt_core.loss._function import kernels_for
 from bmt_core.ops import HostFlag
+from bmt_core.run.bmtrain_names import TENSOR_AXIS
 from bmt_core.run.runtime import current, is_initialized
 
 Reduction = Literal["mean", "sum", "none"]
@@ -92,9 +93,9 @@ class FusedCrossEntropy(torch.nn.Module):
 
     def _vocabulary(self, logits: torch.Tensor) -> _Vocabulary:
         classes = logits.shape[-1] if logits.dim() else 0
-        if not self.parallel or not is_initialized() or current().topology.axis_size("tp") == 1:
+        if not self.parallel or not is_initialized() or current().topology.axis_size(TENSOR_AXIS) == 1:
             return _Vocabulary(classes, 0, None)
-        group = current().topology.group(("tp",))
+        group = current().topology.group((TENSOR_AXIS,))
         return _Vocabulary(classes * group.size, classes * group.rank, group)
 
     def _check(self, logits: torch.Tensor, target: torch.Tensor, vocabulary: _Vocabulary) -> None:

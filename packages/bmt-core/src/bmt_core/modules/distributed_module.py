@@ -94,11 +94,11 @@ def refuse_writing_forward(root: nn.Module) -> None:
 
 
 def whole_value(value: torch.Tensor) -> torch.Tensor:
-    """Return what a state dict holds for ``value``: a distributed parameter gathered (collective), others detached."""
+    """Return what a state dict holds for ``value``: the whole of a distributed parameter (collective), others detached."""
     if not isinstance(value, DistributedParameter):
         return value.detach()
     with torch.no_grad():
-        return value.gather()
+        return value.gather_all()
 
 
 def replace_by_part(
@@ -110,13 +110,13 @@ def replace_by_part(
         return
     if isinstance(value, DistributedParameter) or hasattr(value, "_bmt_part"):  # a part already
         return
-    if value.shape != parameter.full_shape:
+    if value.shape != parameter.whole_shape:
         error_msgs.append(
-            f"{key}: the checkpoint has shape {tuple(value.shape)}, the model {tuple(parameter.full_shape)}."
+            f"{key}: the checkpoint has shape {tuple(value.shape)}, the model {tuple(parameter.whole_shape)}."
         )
         del state_dict[key]
         return
-    part = parameter.local_part(value.detach())
+    part = parameter.local_part(parameter.own_slice(value.detach()))
     part._bmt_part = True  # type: ignore[attr-defined]
     state_dict[key] = part
 

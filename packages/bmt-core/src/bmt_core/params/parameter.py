@@ -8,8 +8,9 @@ torch's own ``.data``), and assigning ``.data`` tells the owner.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,35 +19,42 @@ import torch.utils._foreach_utils as foreach_utils
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
-from bmt_core.comm.autograd import AllGather
+from bmt_core.comm.autograd import AllGather, gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum, accumulates
 from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.shard import Shard, even_ranges
 from bmt_core.params.uninitialized import blank_whole, has_values, mark_blank
+from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
+from bmt_core.run.locality import Locality, check_locality
 from bmt_core.run.runtime import current
 
 InitMethod = Callable[[torch.Tensor], Any]
 _torch_data: Any = torch._C.TensorBase.__dict__["data"]
 
 
-class DistributedParameter(torch.nn.Parameter):
+class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
-    ``data`` is the whole tensor, or with ``tp_mode`` this rank's tensor-parallel slice of it, cut along
-    ``tp_split_dim`` (-1: replicated over tp). Every rank passes the same values (``init_distributed`` seeds alike)
-    and keeps its part; nothing is communicated. ``group`` is by default all ranks, or those that hold the same
-    tensor-parallel slice. ``init_method`` is called by :func:`init_parameters` with the whole tensor. ``data`` on the
+    Every rank passes the same values (``init_distributed`` seeds alike) and keeps its part; nothing is communicated. It is
+    sharded over all ranks, unless ``locality`` says otherwise for some axes of the rank grid: see :class:`Locality`. Where
+    it is cut along a dim, ``data`` is this rank's slice. ``tp_mode`` and ``tp_split_dim`` are BMTrain's spelling for tensor
+    parallelism: cut along that dim, or with -1 replicated, each rank computing a share of the gradient. ``group`` is by
+    default all ranks that hold the same slice.
+
+    ``init_method`` is called by :func:`init_parameters` with the whole tensor, of :attr:`whole_shape`. ``data`` on the
     meta device has no values: the part gets memory, and must be initialised or loaded before it is read.
 
     ``.grad`` is this rank's part of the gradient, *summed* over the group, in the parameter's dtype.
+
+    Raises :class:`ConfigError` when ``group`` reaches over an axis along which the parameter is local.
     """
 
     _shard: Shard
+    locality: tuple[Locality, ...]
+    """How the parameter lies along axes of the rank grid along which it is not just sharded."""
     _init_method: InitMethod | None
-    _tp_mode: bool
-    _tp_split_dim: int
     _in_block: bool
     owner_reference: OwnerReference | None
     _initialized: bool
@@ -61,12 +69,15 @@ class DistributedParameter(torch.nn.Parameter):
         group: Group | None = None,
         tp_mode: bool = False,
         tp_split_dim: int = -1,
+        *,
+        locality: Sequence[Locality] = (),
     ) -> DistributedParameter:
         runtime = current()
         _check(data)
-        shard = whole_tensor_shard(data.shape, group or _default_group(tp_mode, tp_split_dim))
+        checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
+        shard = whole_tensor_shard(data.shape, _checked_group(group, local_axes_of(checked)))
         self = torch.Tensor._make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
-        self._set_place(shard, init_method, tp_mode, tp_split_dim)
+        self._set_place(shard, init_method, checked)
         if not has_values(data):
             mark_blank(self)
         return self
@@ -78,8 +89,21 @@ class DistributedParameter(torch.nn.Parameter):
 
     @property
     def full_shape(self) -> torch.Size:
-        """Shape of the tensor that is sharded over :attr:`group` (of the tensor-parallel slice, if there is one)."""
+        """Shape of the tensor that is sharded over :attr:`group`: of this rank's slice, where the parameter is cut."""
         return self._shard.shape
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Shape of the whole tensor, of which :attr:`full_shape` is this rank's slice."""
+        shape = list(self.full_shape)
+        for axis, dim in self._cuts():
+            shape[dim] *= current().topology.axis_size(axis)
+        return torch.Size(shape)
+
+    @property
+    def local_axes(self) -> frozenset[str]:
+        """The axes of the rank grid along which this parameter is not sharded, and its gradient not summed."""
+        return local_axes_of(self.locality)
 
     @property
     def replicas(self) -> int:
@@ -87,7 +111,8 @@ class DistributedParameter(torch.nn.Parameter):
 
         A global norm is the sum of ``|local|**p / replicas`` over all parameters and all ranks.
         """
-        return self.group.size if self._shard.replicated else 1
+        sizes = [current().topology.axis_size(place.axis) for place in self.locality if place.gradients == "whole"]
+        return math.prod(sizes) * (self.group.size if self._shard.replicated else 1)
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
         """Return the whole tensor, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
@@ -109,16 +134,15 @@ class DistributedParameter(torch.nn.Parameter):
         return gathered
 
     def gather_all(self) -> torch.Tensor:
-        """Return the whole tensor, over tensor-parallel ranks too. Collective."""
-        full = self.gather()
-        if not self._tp_mode or self._tp_split_dim < 0:
-            return full
-        slices: torch.Tensor = AllGather.apply(full, current().topology.group(("tp",)))  # type: ignore[no-untyped-call]
-        return torch.cat(slices.unbind(0), dim=self._tp_split_dim)
+        """Return the whole tensor, of :attr:`whole_shape`: gathered, and joined of the slices where it is cut. Collective.
 
-    def tp_gather(self) -> torch.Tensor:
-        """BMTrain's other name of :meth:`gather_all`."""
-        return self.gather_all()
+        An ordinary tensor, part of the autograd graph. Backward: this rank's slice gets its part of this rank's gradient.
+        """
+        whole = self.gather()
+        for axis, dim in reversed(self._cuts()):
+            slices: torch.Tensor = AllGather.apply(whole, current().topology.group((axis,)))  # type: ignore[no-untyped-call]
+            whole = torch.cat(slices.unbind(0), dim=dim)
+        return whole
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
         """Return the whole, of :attr:`full_shape`, of what lies like this parameter's part (optimizer state, say). Collective.
@@ -127,6 +151,29 @@ class DistributedParameter(torch.nn.Parameter):
         """
         self._wait_for_updates()
         return self._shard.assemble(part)
+
+    def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole, of :attr:`whole_shape`, of what lies like this parameter's part. Collective."""
+        whole = self.gather_like(part)
+        for axis, dim in reversed(self._cuts()):
+            slices = gather_stacked(whole, current().topology.group((axis,)))
+            whole = torch.cat(slices.unbind(0), dim=dim)
+        return whole
+
+    def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`; a view of it."""
+        if whole.shape != self.whole_shape:
+            raise ValueError(f"Expected a tensor of shape {tuple(self.whole_shape)}, not {tuple(whole.shape)}.")
+        topology = current().topology
+        for axis, dim in self._cuts():
+            length = whole.shape[dim] // topology.axis_size(axis)
+            whole = whole.narrow(dim, topology.axis_rank(axis) * length, length)
+        return whole
+
+    def make_local(self, axes: Iterable[str]) -> None:
+        """Note that this parameter is the rank's own along those of ``axes`` of which its locality says nothing."""
+        known = {place.axis for place in self.locality}
+        self.locality += tuple(Locality(axis) for axis in axes if axis not in known)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's 1-D part of a ``full`` tensor of :attr:`full_shape`. Nothing is communicated."""
@@ -169,7 +216,7 @@ class DistributedParameter(torch.nn.Parameter):
         if id(self) not in memo:
             self._wait_for_updates()
             copied = torch.Tensor._make_subclass(type(self), self.detach().clone(), self.requires_grad)
-            copied._set_place(self._shard, self._init_method, self._tp_mode, self._tp_split_dim)
+            copied._set_place(self._shard, self._init_method, self.locality)
             copied._set_history(self._history())
             if self.grad is not None:
                 copied.grad = self.grad.detach().clone()
@@ -180,19 +227,19 @@ class DistributedParameter(torch.nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._wait_for_updates()
         place = (self._shard.shape, self._shard.ranges, self.group.ranks, self._shard.replicated)
-        tp = (self._tp_mode, self._tp_split_dim)
-        return _rebuild, (self.detach().clone(), self.requires_grad, place, self._init_method, *tp, self._history())
+        arguments = (
+            self.detach().clone(),
+            self.requires_grad,
+            place,
+            self._init_method,
+            self.locality,
+            self._history(),
+        )
+        return _rebuild, arguments
 
     @property
     def _original_shape(self) -> torch.Size:
         return self._shard.shape
-
-    @property
-    def _tp_original_shape(self) -> torch.Size:
-        shape = list(self._shard.shape)
-        if self._tp_mode and self._tp_split_dim >= 0:
-            shape[self._tp_split_dim] *= current().topology.axis_size("tp")
-        return torch.Size(shape)
 
     @property
     def _start_partition(self) -> int:
@@ -206,16 +253,16 @@ class DistributedParameter(torch.nn.Parameter):
     def _zero_comm(self) -> Group:
         return self._shard.group
 
-    @property
-    def local_axes(self) -> frozenset[str]:
-        """The axes of the rank grid along which this parameter is not sharded because ranks hold different slices."""
-        return frozenset({"tp"}) if self._tp_mode and self._tp_split_dim >= 0 else frozenset()
+    def _cuts(self) -> list[tuple[str, int]]:
+        """The axes of several ranks along which the parameter is cut, each with the dim; cut along the first one first."""
+        sizes = current().topology.sizes
+        found = [(place.axis, place.split_dim) for place in self.locality if sizes.get(place.axis, 1) > 1]
+        return [(axis, dim) for axis, dim in found if dim is not None]
 
-    def _set_place(self, shard: Shard, init_method: InitMethod | None, tp_mode: bool, tp_split_dim: int) -> None:
+    def _set_place(self, shard: Shard, init_method: InitMethod | None, locality: tuple[Locality, ...]) -> None:
         self._shard = shard
         self._init_method = init_method
-        self._tp_mode = tp_mode
-        self._tp_split_dim = tp_split_dim
+        self.locality = locality
         self._in_block = False
         self.owner_reference = None
         self._sum: GradientSum | None = None
@@ -284,7 +331,7 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
         parameter.data = part
         parameter.__class__ = DistributedParameter
         made: Any = parameter
-        made._set_place(shard, None, False, -1)
+        made._set_place(shard, None, ())
     else:
         made = parameter
         made.owner_reference = None
@@ -359,14 +406,13 @@ def _rebuild(
     requires_grad: bool,
     place: tuple[torch.Size, tuple[tuple[int, int], ...], tuple[int, ...], bool],
     init_method: InitMethod | None,
-    tp_mode: bool,
-    tp_split_dim: int,
+    locality: tuple[Locality, ...],
     history: tuple[bool, bool, int | None, bool],
 ) -> DistributedParameter:
     shape, ranges, ranks, replicated = place
     shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)
     parameter = torch.Tensor._make_subclass(DistributedParameter, part, requires_grad)
-    parameter._set_place(shard, init_method, tp_mode, tp_split_dim)
+    parameter._set_place(shard, init_method, locality)
     parameter._set_history(history)
     return parameter
 
@@ -380,6 +426,19 @@ def _check(data: torch.Tensor) -> None:
         )
 
 
-def _default_group(tp_mode: bool, tp_split_dim: int) -> Group:
-    local = ("tp",) if tp_mode and tp_split_dim >= 0 else ()
-    return current().topology.shard_group(local)
+def local_axes_of(locality: Iterable[Locality]) -> frozenset[str]:
+    """Return the axes along which a parameter of this locality is not sharded."""
+    return frozenset(place.axis for place in locality if not place.is_sharded)
+
+
+def _checked_group(group: Group | None, local_axes: frozenset[str]) -> Group:
+    topology = current().topology
+    if group is None:
+        return topology.shard_group(local_axes)
+    for axis in local_axes:
+        if any(topology.axis_rank(axis, rank) != topology.axis_rank(axis) for rank in group.ranks):
+            raise ConfigError(
+                f"The parameter is local along {axis!r}, and its group of ranks {group.ranks} reaches over that axis."
+                " Leave group out, or pass topology.shard_group(local_axes)."
+            )
+    return group

@@ -72,7 +72,7 @@ def describe_differences(reports: Sequence[RankPlugins]) -> str:
     ''
     >>> print(describe_differences([RankPlugins((lion,)), RankPlugins(()), RankPlugins(())]))
     Ranks 1-2 have other plugins than rank 0: lion is missing.
-    Install the same packages for every rank, and give every rank the same BMT_DISABLE_PLUGINS.
+    Install the same packages, pass the same plugins and set the same BMT_DISABLE_PLUGINS on every rank.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
@@ -85,7 +85,7 @@ def describe_differences(reports: Sequence[RankPlugins]) -> str:
         f"{_name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} other plugins than rank 0: {difference}."
         for difference, ranks in ranks_of.items()
     ]
-    advice = f"Install the same packages for every rank, and give every rank the same {DISABLE_VARIABLE}."
+    advice = f"Install the same packages, pass the same plugins and set the same {DISABLE_VARIABLE} on every rank."
     return "\n".join([*lines, advice])
 
 

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     import click
     import torch
 
-    from bmt_core.checkpoint import CheckpointFormat
     from bmt_core.comm.protocols import CommBackend
     from bmt_core.ops.provider import KernelProvider
-    from bmt_core.run.runtime import Runtime
+    from bmt_core.plugins.protocols import FileFormat, Run
     from bmt_core.settings import MeshAxis, RunSettings
 
 PROJECT = "bmt"
@@ -35,7 +34,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
     """Return the axes that this package adds to the grid of ranks for these settings.
 
-    They are sorted by (order, name), lowest order outermost. An axis that the settings ask for with size 1 may be left out.
+    They are sorted by (order, name), lowest order outermost. An axis of size 1 may be left out.
     """
     raise NotImplementedError
 
@@ -59,8 +58,8 @@ def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
 
 
 @hookspec
-def bmt_checkpoint_formats() -> Sequence[type[CheckpointFormat]]:
-    """Return checkpoint formats, chosen by name or by the suffix of a file."""
+def bmt_checkpoint_formats() -> Sequence[type[FileFormat]]:
+    """Return subclasses of ``bmt_core.checkpoint.CheckpointFormat``, chosen by name or by the suffix of a file."""
     raise NotImplementedError
 
 
@@ -71,12 +70,12 @@ def bmt_cli_commands() -> Sequence[click.Command]:
 
 
 @hookspec
-def bmt_run_started(runtime: Runtime) -> None:
+def bmt_run_started(runtime: Run) -> None:
     """Learn that ``init_distributed()`` is done on this rank. ``runtime`` is what ``bmt_core.run.runtime.current()`` returns."""
     raise NotImplementedError
 
 
 @hookspec
-def bmt_run_stopping(runtime: Runtime) -> None:
+def bmt_run_stopping(runtime: Run) -> None:
     """Learn that ``shutdown()`` begins; communication still works."""
     raise NotImplementedError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pluggy
 
-from bmt_core.errors import BmtError, ConfigError, PluginError
+from bmt_core.errors import BmtError, PluginError
 from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import (
     DISABLE_VARIABLE,
@@ -19,7 +19,7 @@ from bmt_core.plugins.discovery import (
     unknown_name,
 )
 from bmt_core.plugins.implementations import implemented_hooks
-from bmt_core.plugins.info import PluginInfo
+from bmt_core.plugins.info import PluginInfo, info_of
 from bmt_core.plugins.kinds import AXIS, KINDS, check_offers
 from bmt_core.settings import MeshAxis, RunSettings
 
@@ -27,17 +27,13 @@ if TYPE_CHECKING:
     import click
     import torch
 
-    from bmt_core.checkpoint import CheckpointFormat
     from bmt_core.comm.protocols import CommBackend
     from bmt_core.ops.provider import KernelProvider
-    from bmt_core.run.runtime import Runtime
-
-# Axis -> the setting that asks for it and the package that brings it.
-_AXIS_PROVIDERS = {"tp": ("tp_size", "bmt-tp"), "pp": ("pipe_size", "bmt-pipeline")}
+    from bmt_core.plugins.protocols import FileFormat, Run
 
 
 class Registry:
-    """The plugins of this process. :meth:`load` finds the installed ones; :meth:`register` adds an object by hand."""
+    """The plugins of this process: the installed ones, which :meth:`load` finds, and those that it is given."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -48,13 +44,15 @@ class Registry:
         self.problems: list[BmtError] = []
 
     @classmethod
-    def load(cls, *, disabled: Iterable[str] = ()) -> Self:
-        """Load every installed plugin except those in ``disabled`` and ``BMT_DISABLE_PLUGINS``.
+    def load(cls, *, disabled: Iterable[str] = (), plugins: Iterable[object] = ()) -> Self:
+        """Load every installed plugin except those in ``disabled`` and ``BMT_DISABLE_PLUGINS``, and add ``plugins``.
 
         Raises PluginError when one cannot be loaded, and says which, whose it is, and why.
         """
         registry = cls.load_what_works(disabled=disabled)
         _raise_any(registry.problems)
+        for plugin in plugins:
+            registry._add(plugin, info_of(plugin))
         return registry
 
     @classmethod
@@ -92,7 +90,7 @@ class Registry:
         return self._offers("optimizer")
 
     @property
-    def checkpoint_formats(self) -> Mapping[str, type[CheckpointFormat]]:
+    def checkpoint_formats(self) -> Mapping[str, type[FileFormat]]:
         """The checkpoint formats by name."""
         return self._offers("checkpoint format")
 
@@ -113,10 +111,7 @@ class Registry:
         return offers[name]
 
     def mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
-        """Return the axes that plugins add to the grid for ``settings``, sorted by (order, name).
-
-        Raises ConfigError naming the package to install when the settings ask for an axis that no plugin brings.
-        """
+        """Return the axes that plugins add to the grid for ``settings``, sorted by (order, name)."""
         owners = {"dp": "bmt-core"}  # the axis of the ranks that the others leave
         axes: list[MeshAxis] = []
         for implementation in self._implementations(AXIS.hook):
@@ -127,13 +122,6 @@ class Registry:
                     raise self._doubled(AXIS.name, name, owners[name], plugin)
                 owners[name] = plugin
                 axes.append(axis)
-        for name, (setting, package) in _AXIS_PROVIDERS.items():
-            size = getattr(settings, setting)
-            if size > 1 and name not in owners:
-                raise ConfigError(
-                    f"{setting}={size} needs the axis {name!r}, which no active plugin provides. "
-                    f"Install the package {package}: pip install {package}"
-                )
         return sorted(axes, key=lambda axis: (axis.order, axis.name))
 
     def describe(self) -> list[PluginInfo]:
@@ -153,12 +141,12 @@ class Registry:
         """Ask every kind and return all that is wrong, in loading and in answering."""
         return self.problems + [problem for kind in KINDS for problem in self._ask(kind).problems]
 
-    def run_started(self, runtime: Runtime) -> None:
+    def run_started(self, runtime: Run) -> None:
         """Tell every plugin, in name order, that the run has started."""
         for implementation in self._implementations("bmt_run_started"):
             self._call("bmt_run_started", implementation, runtime=runtime)
 
-    def run_stopping(self, runtime: Runtime) -> None:
+    def run_stopping(self, runtime: Run) -> None:
         """Tell every plugin, in name order, that the run stops; raise only when all have been told."""
         problems: list[BmtError] = []
         for implementation in self._implementations("bmt_run_stopping"):
@@ -183,7 +171,7 @@ class Registry:
 
     def _add(self, plugin: object, info: PluginInfo) -> None:
         if info.name in self._infos:
-            raise PluginError(f"Two plugins are named {info.name!r}. Register the second under another name.")
+            raise PluginError(f"Two plugins are named {info.name!r}. Give the second an attribute 'name' of its own.")
         if self._manager.is_registered(plugin):
             raise PluginError(f"The {info.title} is registered already, as {self._manager.get_name(plugin)!r}.")
         hooks = implemented_hooks(self._manager, plugin, info.title)

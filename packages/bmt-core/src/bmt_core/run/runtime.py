@@ -6,7 +6,7 @@ import atexit
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from bmt_core.comm.streams import Event, Stream, make_event, make_stream
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.plugins import Registry, compare_across_ranks
+from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.start import StartTogether
 from bmt_core.run.topology import Topology, grid_sizes
@@ -114,6 +115,7 @@ def init_distributed(
     pin_cpu: bool = False,
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE,
     prefetch_bytes: int | None = None,
+    plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
 
@@ -132,6 +134,9 @@ def init_distributed(
     are and sums in float32, ``"param"`` sends and sums them as they are, ``"fp32"`` sends and sums float32, twice the
     bytes. ``prefetch_bytes`` is how many bytes of parameters may be gathered ahead of the block that computes; always at
     least one block, which is the default (None).
+
+    ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Ranks compare them like
+    those: every rank passes the same.
 
     Raises :class:`ConfigError` (bad settings, a world that the grid does not divide, started already) and
     :class:`PluginError` (broken or doubled plugins, other plugins on other ranks), on every rank.
@@ -156,18 +161,17 @@ def init_distributed(
     store = _connect(init_method, launch, settings)
     _starts += 1
     with StartTogether("plugins", store, launch, settings.timeout):
-        registry = Registry.load()
+        registry = Registry.load(plugins=plugins)
     if store is not None:
         compare_across_ranks(
             registry, store=store, rank=launch.rank, world_size=launch.world_size, timeout=settings.timeout
         )
     with StartTogether("choices", store, launch, settings.timeout):
         chosen = _choose_device(settings, launch)
-        sizes = grid_sizes(registry.mesh_axes(settings), launch.world_size)
-        chosen_backend = settings.comm_backend
-        backend_class: type[CommBackend] = (
-            registry.find("comm backend", chosen_backend) if isinstance(chosen_backend, str) else chosen_backend
-        )
+        axes = registry.mesh_axes(settings)
+        check_axes_are_provided(settings, axes)
+        sizes = grid_sizes(axes, launch.world_size)
+        backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
     context = CommContext(
         rank=launch.rank,
@@ -182,13 +186,14 @@ def init_distributed(
     # Left together: a rank that went on and shut down would close connections that a slower one is still making.
     with StartTogether("connections", store, launch, settings.timeout):
         backend: CommBackend = backend_class(context)
+    same_data = [axis.name for axis in axes if not axis.shards_data]
     try:
         runtime = Runtime(
             settings=settings,
             launch=launch,
             device=chosen,
             registry=registry,
-            topology=Topology(sizes, launch.rank, backend),
+            topology=Topology(sizes, launch.rank, backend, same_data=same_data),
             backend=backend,
             kernels=kernels,
         )
@@ -291,6 +296,14 @@ def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
             " Start at most one rank per device, or pass device='cpu'."
         )
     return torch.device("cuda", index)
+
+
+def _choose_backend(settings: RunSettings, registry: Registry) -> type[CommBackend]:
+    asked = settings.comm_backend
+    chosen = registry.find("comm backend", asked) if isinstance(asked, str) else asked
+    if not (isinstance(chosen, type) and issubclass(chosen, CommBackend)):
+        raise ConfigError(f"comm_backend must be a name or a subclass of CommBackend, not {chosen!r}.")
+    return chosen
 
 
 def _seed(seed: int) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import DistError, Store
 
+from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
-from bmt_core.comm.torch_backend import SingleGroup, TorchBackend
+from bmt_core.comm.torch_backend import TorchBackend
 from bmt_core.run.start import StartTogether
 from bmt_core.settings import Launch
 from bmt_kernels.nccl.errors import NcclError
@@ -45,9 +46,8 @@ class NcclBackend(CommBackend):
         with StartTogether(self.name, context.store, launch, context.timeout):
             self._library, self._engine = make_engine(context.device, context.timeout)
         self._herald = None if context.store is None else Herald(self._engine, context.store, context.rank)
-        # Twins share it: on the host, collectives need no communicator of their own to run side by side.
-        self._host_groups: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._number_of_groups = 0
+        # Groups of the same ranks share it: on the host, collectives need no communicator of their own to run side by side.
+        self._host_groups: dict[tuple[int, ...], Group] = {}
         try:
             self._host = TorchBackend(replace(context, device=torch.device("cpu")))
         except BaseException:
@@ -56,29 +56,32 @@ class NcclBackend(CommBackend):
         if self._herald is not None:
             self._herald.start()
 
-    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
+    def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
         """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join within the timeout."""
-        key = tuple(partition)
-        if key not in self._host_groups:
-            self._host_groups[key] = self._host.new_group(partition)
-        self._number_of_groups += 1
-        rank = self.context.rank
-        own = next(ranks for ranks in partition if rank in ranks)
-        if len(own) == 1:
-            return SingleGroup(rank)
+        place = ranks.index(self.context.rank)
         assert self.context.store is not None
-        store_key = f"{self.name}/{self._number_of_groups}/{own[0]}"
+        store_key = f"{self.name}/{name}"
         try:
             unique_id = shared_unique_id(
-                self._library, self.context.store, store_key, own, own.index(rank), self.context.timeout
+                self._library, self.context.store, store_key, ranks, place, self.context.timeout
             )
         except NcclError as error:
             self._engine.fail(str(error))  # for the other ranks too
             self._engine.check()
             raise
         with torch.cuda.device(self.context.device):
-            communicator = self._engine.communicator(unique_id, list(own), own.index(rank))
-        return NcclGroup(own, own.index(rank), communicator, self._host_groups[key], self.context.device)
+            communicator = self._engine.communicator(unique_id, list(ranks), place)
+        return NcclGroup(ranks, place, communicator, self._host_group(ranks), self.context.device)
+
+    def _host_group(self, ranks: tuple[int, ...]) -> Group:
+        if ranks not in self._host_groups:
+            name = f"host/{'-'.join(map(str, ranks))}"
+            connect = partial(self._host.new_group, ranks, name)
+            # The group of all ranks, which comes first, is connected at start.
+            self._host_groups[ranks] = (
+                LazyGroup(ranks, ranks.index(self.context.rank), connect) if self._host_groups else connect()
+            )
+        return self._host_groups[ranks]
 
     def close(self) -> None:
         """Give everything back, also after a failure. Work that other ranks do not take part in is aborted after a minute."""

@@ -1,0 +1,69 @@
+"""``Locality``: how a parameter lies along one axis of the rank grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from bmt_core.errors import ConfigError
+
+Gradients = Literal["share", "whole"]
+
+
+@dataclass(frozen=True)
+class Locality:
+    """How a parameter lies along ``axis``. Without one, a parameter is sharded along the axis, and its gradient summed.
+
+    There are four cases:
+
+    - ``Locality("tensor", split_dim=0)``: each rank along the axis has an equal slice of one tensor, cut along that dim.
+    - ``Locality("tensor", gradients="whole")``: each rank has the same values and computes the whole gradient, so that
+      gradients are not summed along the axis: each rank keeps its own.
+    - ``Locality("tensor", gradients="share")``: each rank has the same values and computes a part of the gradient, so that
+      the parts are summed. That is what happens without a Locality, and the parameter is sharded along the axis, too.
+    - ``Locality("stage")``: each rank along the axis has a parameter of its own, under a name of its own.
+
+    >>> Locality("tensor", split_dim=1).is_sharded, Locality("tensor", gradients="share").is_sharded
+    (False, True)
+    """
+
+    axis: str
+    _: KW_ONLY
+    split_dim: int | None = None
+    gradients: Gradients | None = None
+
+    def __post_init__(self) -> None:
+        if self.split_dim is not None and self.gradients is not None:
+            raise ConfigError(
+                f"Along {self.axis!r} a parameter is either cut (split_dim={self.split_dim}) or replicated"
+                f" (gradients={self.gradients!r}). Give one of the two."
+            )
+        if self.split_dim is not None and self.split_dim < 0:
+            raise ConfigError(f"split_dim along {self.axis!r} must be 0 or more, not {self.split_dim}.")
+        if self.gradients not in (None, "share", "whole"):
+            raise ConfigError(f"gradients along {self.axis!r} must be 'share' or 'whole', not {self.gradients!r}.")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameter is sharded along the axis and its gradient summed, as if nothing were said about it."""
+        return self.gradients == "share"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each rank along the axis has a parameter of its own."""
+        return self.split_dim is None and self.gradients is None
+
+
+def check_locality(locality: Sequence[Locality], dims: int) -> tuple[Locality, ...]:
+    """Return ``locality`` of a parameter of ``dims`` dims, or raise :class:`ConfigError`."""
+    for place in locality:
+        if not isinstance(place, Locality):
+            raise TypeError(f"locality is a sequence of Locality, with a {type(place).__name__} in it.")
+        if place.split_dim is not None and place.split_dim >= dims:
+            raise ConfigError(f"{place} cuts dim {place.split_dim}, and the parameter has {dims} dims.")
+    axes = [place.axis for place in locality]
+    twice = sorted({axis for axis in axes if axes.count(axis) > 1})
+    if twice:
+        raise ConfigError(f"The locality along {', '.join(map(repr, twice))} is given twice. Give it once.")
+    return tuple(locality)
