@@ -22,10 +22,11 @@ from bmt_core.init.parameter_init import ParameterInitializer, grouped_parameter
 from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
-from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.printing import print_block, print_dict, print_rank, see_memory
+from bmt_core.run.locality import Locality
 from bmt_core.run.results import gather_result, sum_loss, wait_loader
 from bmt_core.run.runtime import (
     Runtime,
@@ -55,6 +56,7 @@ __all__ = [
     "KernelProvider",
     "Kernels",
     "Launch",
+    "Locality",
     "MeshAxis",
     "NotInitializedError",
     "ParameterInitializer",
@@ -78,6 +80,7 @@ __all__ = [
     "is_initialized",
     "load",
     "load_checkpoint",
+    "local_along",
     "print_block",
     "print_dict",
     "print_rank",

@@ -24,8 +24,7 @@ def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, 
     """
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group = world_group()
-    with together(group, "_save_to_rank0"):
-        state = ModelState(model)
+    state = ModelState(model, "_save_to_rank0")
     with together(group, "_save_to_rank0"):
         by_name = dict(state.tensors(keep=group.rank == 0))
     if group.rank == 0:

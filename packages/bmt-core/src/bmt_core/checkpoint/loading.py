@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch.nn.modules.module import _IncompatibleKeys
 from bmt_core.checkpoint.background import wait_for_saves
 from bmt_core.checkpoint.choice import FormatChoice, choose_format
 from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
-from bmt_core.checkpoint.model_state import world_group, write_whole
-from bmt_core.checkpoint.plan import LoadPlan, plan_load
+from bmt_core.checkpoint.model_state import named_targets, world_group, write_whole
+from bmt_core.checkpoint.plan import LoadPlan, Step, plan_load
 from bmt_core.checkpoint.torch_file import packed, unpacked
-from bmt_core.comm.objects import broadcast_object, together
+from bmt_core.comm.objects import all_gather_object, broadcast_object, together
 from bmt_core.comm.protocols import Group
+from bmt_core.params.own_parameters import group_of_owners, in_one_order
 from bmt_core.params.uninitialized import off_meta
 from bmt_core.run.runtime import current, is_initialized
 
@@ -25,10 +27,10 @@ from bmt_core.run.runtime import current, is_initialized
 def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None) -> Any:
     """Read ``path`` into ``model``, whatever number of ranks and grid wrote it. Collective.
 
-    Rank 0 reads one tensor at a time and sends it; every rank keeps its part, in the dtype that the model has. Only
-    rank 0 needs to see the file. Names, shapes and dtypes are compared before anything is written: if they do not
-    fit, or the file is cut short, damaged or of another kind, every rank raises :class:`CheckpointError` and the
-    model is unchanged.
+    Rank 0 reads one tensor at a time and sends it; every rank keeps its part, in the dtype that the model has. Ranks may
+    hold different parts of the model, as pipeline stages do. Only rank 0 needs to see the file. Names, shapes and dtypes
+    are compared before anything is written: if they do not fit, or the file is cut short, damaged or of another kind,
+    every rank raises :class:`CheckpointError` and the model is unchanged.
 
     With ``strict`` False keys that only the file or only the model has are left out, as torch does. Returns torch's
     named tuple ``(missing_keys, unexpected_keys)``.
@@ -46,9 +48,12 @@ def _load(model: nn.Module, source: Path, strict: bool, format: FormatChoice) ->
             if group.rank == 0:
                 reader = choose_format(source, format).open(source)
         index = _index_of(reader, group)
+        owners = group_of_owners(model.parameters())
+        elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
         with together(group, f"loading {source}"):
-            plan = plan_load(model, index, source=str(source), strict=strict)
-        _receive(plan, reader, group)
+            plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
+        wanted = in_one_order(all_gather_object(plan.sources, owners))
+        _receive(plan, [index.entries[name] for name in wanted], reader, group)
     finally:
         if reader is not None:
             reader.close()
@@ -73,14 +78,26 @@ def _index_of(reader: CheckpointReader | None, group: Group) -> Index:
     return Index(entries={**entries, **unpacked(packed_extra)}, metadata=metadata)
 
 
-def _receive(plan: LoadPlan, reader: CheckpointReader | None, group: Group) -> None:
+def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointReader | None, group: Group) -> None:
+    """Take the steps of ``plan``. ``wanted`` is what any rank needs of the file, in one order: all take part in sending it."""
+    waiting: dict[str, list[Step]] = {}
     for step in plan.steps:
-        whole = _sent(step.value, reader, group) if isinstance(step.value, TensorEntry) else step.value
-        if step.target is None:
-            plan.extra_states.append((step.module, whole))
+        if isinstance(step.value, TensorEntry):
+            waiting.setdefault(step.value.source, []).append(step)
         else:
-            write_whole(step.target, whole)
+            _take(step, step.value, plan)
+    for entry in wanted:
+        whole = _sent(entry, reader, group)
+        for step in waiting.get(entry.source, ()):
+            _take(step, whole, plan)
         del whole  # before the next one is made
+
+
+def _take(step: Step, whole: Any, plan: LoadPlan) -> None:
+    if step.target is None:
+        plan.extra_states.append((step.module, whole))
+    else:
+        write_whole(step.target, whole)
 
 
 def _sent(entry: TensorEntry, reader: CheckpointReader | None, group: Group) -> torch.Tensor:

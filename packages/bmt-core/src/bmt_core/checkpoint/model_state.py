@@ -2,53 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
+from bmt_core.checkpoint.torch_file import packed, unpacked
 from bmt_core.checkpoint.torch_format import memory_of
+from bmt_core.comm.objects import all_gather_object, together
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
+from bmt_core.params.own_parameters import group_of_owners, in_one_order, own_axes, ranks_beside
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
 
 
-class ModelState:
-    """The state dict of a model before anything is gathered: ``index`` tells what it holds, :meth:`tensors` streams it."""
+class LocalState:
+    """What this rank has of the state dict of a model. Nothing is communicated; CheckpointError if it cannot be stored."""
 
     def __init__(self, model: nn.Module) -> None:
         state = model.state_dict(keep_vars=True)  # bmt's modules put the parameters themselves there
         first_names: dict[Any, str] = {}
-        entries: dict[str, Any] = {}
+        self.entries: dict[str, Any] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
-                entries[name] = value
+                self.entries[name] = value
                 continue
             _check_storable(name, value)
             source = first_names.setdefault(_identity(value), name)
-            entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
-        self.index = Index(entries=entries, metadata=getattr(state, "_metadata", {}))
-        self._state = state
+            self.entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
+        self.metadata: dict[str, Any] = getattr(state, "_metadata", {})
+        self.values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def report(self) -> Report:
+        """Return what other ranks need to know."""
+        extra = {name: entry for name, entry in self.entries.items() if not isinstance(entry, TensorEntry)}
+        tensors = {name: entry if isinstance(entry, TensorEntry) else None for name, entry in self.entries.items()}
+        own = {name: own_axes([v]) for name, v in self.values.items() if isinstance(v, DistributedParameter)}
+        return Report(tensors, packed(extra), self.metadata, own)
+
+
+class Report(NamedTuple):
+    """What a rank tells others of its part of the state dict."""
+
+    entries: dict[str, TensorEntry | None]  # None: in ``extra``
+    extra: bytes  # values that are no tensors, packed
+    metadata: dict[str, Any]
+    own_axes: dict[str, frozenset[str]]  # of the distributed parameters
+
+
+class ModelState:
+    """The state dict of a model before anything is gathered: ``index`` tells what it holds, :meth:`tensors` streams it.
+
+    Ranks may hold different parts of it, as pipeline stages do; ``index`` is that of the whole model.
+    """
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        """Find out what ``model`` holds, on all ranks. Collective; an error while doing ``what`` is raised by all ranks."""
+        world = world_group()
+        with together(world, what):
+            local = LocalState(model)
+        self._values = local.values
+        self._group = group_of_owners(local.values.values())
+        reports = all_gather_object(local.report(), self._group)
+        with together(world, what):
+            self._holders = _holders(reports, self._group)
+            entries = {
+                name: _entry(name, holder, reports, local, self._group) for name, holder in self._holders.items()
+            }
+        metadata = {prefix: value for report in reversed(reports) for prefix, value in report.metadata.items()}
+        self.index = Index(entries=entries, metadata=metadata)
 
     def tensors(self, *, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the distinct tensors, whole, as host copies. Collective: every rank iterates to the end.
 
-        Only ranks with ``keep`` make copies and get something. When a copy fails, the rank still takes part in what
-        follows, and raises at the end.
+        Only ranks with ``keep`` make copies and get something; rank 0 gets all. When a copy fails, the rank still takes part
+        in what follows, and raises at the end.
         """
         failure: Exception | None = None
         for name, entry in self.index.entries.items():
             if not isinstance(entry, TensorEntry) or entry.source != name:
                 continue
-            whole = whole_tensor(self._state[name])
+            whole = self._whole(name, entry)
             copy = None
-            if keep and failure is None:
+            if keep and failure is None and whole is not None:
                 try:
                     copy = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
                 except Exception as error:
@@ -58,6 +100,50 @@ class ModelState:
                 yield name, copy
         if failure is not None:
             raise failure
+
+    def _whole(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
+        """Return the whole tensor where this rank has it, and on rank 0, which may need to be sent it."""
+        whole = whole_tensor(self._values[name]) if name in self._values else None
+        holder = self._holders[name]
+        if holder == 0 or 0 not in self._group.ranks:
+            return whole
+        device = current().device
+        if self._group.rank == holder:
+            assert whole is not None
+            sent = whole.to(device).contiguous()
+        else:
+            sent = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        if sent.numel():
+            self._group.broadcast(sent, holder).wait()
+        return sent
+
+
+def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState, group: Group) -> Any:
+    if holder == group.rank:
+        return local.entries[name]
+    entry = reports[holder].entries[name]
+    return unpacked(reports[holder].extra)[name] if entry is None else entry
+
+
+def _holders(reports: Sequence[Report], group: Group) -> dict[str, int]:
+    """Return, in the order of the whole model, which is the first of ``group`` to have each entry."""
+    holders = {}
+    for name in in_one_order([list(report.entries) for report in reports]):
+        having = [rank for rank, report in zip(group.ranks, reports, strict=True) if name in report.entries]
+        holders[name] = group.ranks.index(having[0])
+        axes = reports[holders[name]].own_axes.get(name)
+        expected = having if axes is None else ranks_beside(group.ranks, having[0], axes)
+        if not set(having) <= set(expected):
+            raise CheckpointError(
+                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give them names of their own:"
+                " the layers of a pipeline stage, say, are numbered from the first layer of the model."
+            )
+        if having != expected:
+            raise CheckpointError(
+                f"{name} is sharded over ranks {expected}, and only ranks {having} have it. Make it on all of them, or declare"
+                " it local along the axis along which they differ: locality=[Locality(axis)]."
+            )
+    return holders
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:

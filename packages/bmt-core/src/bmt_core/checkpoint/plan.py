@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,16 +31,26 @@ class Step:
 
 @dataclass
 class LoadPlan:
-    """The steps of a load, in the same order on every rank, and the names that found no partner."""
+    """The steps of a load on this rank, and the names that found no partner."""
 
     steps: list[Step] = field(default_factory=list)
     extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
+    @property
+    def sources(self) -> list[str]:
+        """Which tensors of the file the steps need, in order."""
+        return list(dict.fromkeys(step.value.source for step in self.steps if isinstance(step.value, TensorEntry)))
 
-def plan_load(model: nn.Module, index: Index, *, source: str, strict: bool) -> LoadPlan:
-    """Compare ``model`` with what ``index`` says is in the file; raise one :class:`CheckpointError` with all that does not fit."""
+
+def plan_load(
+    model: nn.Module, index: Index, *, source: str, strict: bool, elsewhere: Collection[str] = ()
+) -> LoadPlan:
+    """Compare ``model`` with what ``index`` says is in the file; raise one :class:`CheckpointError` with all that does not fit.
+
+    ``elsewhere`` are the names that other ranks' parts of the model have.
+    """
     values, complaints = _renamed_by_hooks(model, index, strict)
     plan = LoadPlan()
     expected: set[str] = set()
@@ -63,7 +73,7 @@ def plan_load(model: nn.Module, index: Index, *, source: str, strict: bool) -> L
         if target is None or once not in done:
             plan.steps.append(Step(module, target, value))
             done.add(once)
-    plan.unexpected = [name for name in values if name not in expected]
+    plan.unexpected = [name for name in values if name not in expected and name not in elsewhere]
     if strict:
         complaints = [*_key_complaints(plan, values), *complaints]
     if complaints:

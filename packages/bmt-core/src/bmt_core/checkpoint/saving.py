@@ -25,8 +25,9 @@ def save(
 
     In the torch format, which is the default, the file is what ``torch.save(model.state_dict())`` of the unwrapped
     model writes: ``torch.load(path, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
-    takes it. Tied parameters are stored once. Of tensors that are not distributed (buffers, plain parameters), rank
-    0's are saved.
+    takes it. Tied parameters are stored once. Where ranks hold different parts of the model, as pipeline stages do, the
+    file has all of them. Of tensors that are not distributed (buffers, plain parameters), those of the first rank that has
+    them are saved.
 
     One tensor is gathered at a time; the file's tensors are in rank 0's host memory only. The file appears whole or
     not at all: if the program dies at any moment, what was at ``path`` is still there. With ``non_blocking`` the
@@ -41,7 +42,7 @@ def save(
     target = Path(path)
     with together(group, f"saving {target}"):
         chosen = choose_format(target, format)
-        state = ModelState(model)
+    state = ModelState(model, f"saving {target}")
     with together(group, f"saving {target}"):
         index, tensors = state.index, state.tensors(keep=group.rank == 0)
         try:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.init.module_init import ModuleInit, initialize_blanks, initializing, run_init_method
+from bmt_core.params.own_parameters import group_of_owners, in_one_order
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 
@@ -36,19 +38,42 @@ def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None
     """Give every distributed parameter with an ``init_method`` its initial value, and whatever has none a value.
 
     The values equal those of the same calls, in the order of ``model.parameters()``, on whole tensors in one process
-    with the same seed. Every rank draws all numbers and keeps its part: nothing is communicated, and one whole tensor
-    exists at a time. Tied parameters are initialised once. Parameters of a Block made with ``initialized=True`` keep
-    their values.
+    with the same seed. Every rank draws all numbers and keeps its part, so that no values are communicated, and one whole
+    tensor exists at a time. Where ranks have layers of their own, as pipeline stages do, one draws on where the other
+    stopped. Tied parameters are initialised once. Parameters of a Block made with ``initialized=True`` keep their values.
+    Collective: all ranks call it.
 
     What was made on the meta device and has no ``init_method`` is then initialised by its modules, children first,
     with one block whole at a time: by ``init(module)``, by the ``_init_weights(module)`` of a module around, or by
     ``reset_parameters()``; see :func:`bmt_core.init.module_init.initialize_blanks`.
     """
     with initializing():
-        for parameter in model.parameters():
-            if isinstance(parameter, DistributedParameter) and not parameter._initialized:
-                run_init_method(parameter)
+        _run_init_methods(model)
     initialize_blanks(model, init)
+
+
+def _run_init_methods(model: nn.Module) -> None:
+    named = {name: p for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
+    owners = group_of_owners(named.values())
+    names_of_ranks = all_gather_object(list(named), owners)
+    order = in_one_order(names_of_ranks)
+    sets = [set(names) for names in names_of_ranks]
+    holders = [[name in names for names in sets] for name in order]
+    for name, here, following in zip(order, holders, [*holders[1:], None], strict=True):
+        if name in named and not named[name]._initialized:
+            run_init_method(named[name])
+        if here != following and not all(here):
+            _draw_on(owners, here.index(True))
+
+
+def _draw_on(group: Group, src: int) -> None:
+    """Give the ranks of ``group`` the state of torch's generators that rank ``src`` of it has. Collective over the group."""
+    device = current().device
+    own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    host, on_device = broadcast_object(own, group, src)
+    torch.set_rng_state(host)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[Group, list[nn.Parameter]]]:

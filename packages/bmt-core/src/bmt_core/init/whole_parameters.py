@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bmt_core.errors import ConfigError
+from bmt_core.params.own_parameters import own_axes
 from bmt_core.params.parameter import DistributedParameter, lend_data
 from bmt_core.params.uninitialized import has_values, is_poisoned, knows_nan, mark_blank, poison
 
@@ -89,6 +90,11 @@ class WholeParameters(TorchFunctionMode):
             raise ConfigError(
                 f"A parameter of shape {tuple(parameter.full_shape)} is a slice of one of shape {tuple(parameter.whole_shape)},"
                 " and a module that initialises it would draw the same slice on every rank. Give it an init_method."
+            )
+        if is_kept and own_axes([parameter]):
+            raise ConfigError(
+                f"A parameter of shape {tuple(parameter.full_shape)} is one of this rank's own layers, and a module that"
+                " initialises it would draw the same numbers as the others' layers. Give it an init_method."
             )
         while self._held and sum(_bytes(held) for held in self._held.values()) + whole_bytes(parameter) > self._budget:
             self._release(next(iter(self._held)))

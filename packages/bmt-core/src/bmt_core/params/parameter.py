@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -39,7 +41,8 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
 
     Every rank passes the same values (``init_distributed`` seeds alike) and keeps its part; nothing is communicated. It is
     sharded over all ranks, unless ``locality`` says otherwise for some axes of the rank grid: see :class:`Locality`. Where
-    it is cut along a dim, ``data`` is this rank's slice. ``tp_mode`` and ``tp_split_dim`` are BMTrain's spelling for tensor
+    it is cut along a dim, ``data`` is this rank's slice. What a rank has for itself, such as the layers of a pipeline
+    stage, is made inside :func:`local_along`. ``tp_mode`` and ``tp_split_dim`` are BMTrain's spelling for tensor
     parallelism: cut along that dim, or with -1 replicated, each rank computing a share of the gradient. ``group`` is by
     default all ranks that hold the same slice.
 
@@ -75,6 +78,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         runtime = current()
         _check(data)
         checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
+        checked = _made_local(checked, _own_along.get())
         shard = whole_tensor_shard(data.shape, _checked_group(group, local_axes_of(checked)))
         self = torch.Tensor._make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
         self._set_place(shard, init_method, checked)
@@ -172,8 +176,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
 
     def make_local(self, axes: Iterable[str]) -> None:
         """Note that this parameter is the rank's own along those of ``axes`` of which its locality says nothing."""
-        known = {place.axis for place in self.locality}
-        self.locality += tuple(Locality(axis) for axis in axes if axis not in known)
+        self.locality = _made_local(self.locality, axes)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's 1-D part of a ``full`` tensor of :attr:`full_shape`. Nothing is communicated."""
@@ -424,6 +427,28 @@ def _check(data: torch.Tensor) -> None:
         raise ConfigError(
             "Lazy modules have no shape yet. Run one forward pass in plain torch before you make them distributed."
         )
+
+
+@contextmanager
+def local_along(axes: Iterable[str]) -> Iterator[None]:
+    """Make parameters inside that are this rank's own along ``axes``: only it, and ranks beside it, make them.
+
+    So a pipeline stage makes its layers, of modules that know nothing of stages. Without it a new parameter is sharded over
+    all ranks, each of which keeps its part of the values that it was given: those of another layer on another stage.
+    """
+    token = _own_along.set((*_own_along.get(), *axes))
+    try:
+        yield
+    finally:
+        _own_along.reset(token)
+
+
+_own_along: ContextVar[tuple[str, ...]] = ContextVar("own_along", default=())
+
+
+def _made_local(locality: tuple[Locality, ...], axes: Iterable[str]) -> tuple[Locality, ...]:
+    known = {place.axis for place in locality}
+    return locality + tuple(Locality(axis) for axis in dict.fromkeys(axes) if axis not in known)
 
 
 def local_axes_of(locality: Iterable[Locality]) -> frozenset[str]:

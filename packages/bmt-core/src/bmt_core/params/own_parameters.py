@@ -1,0 +1,70 @@
+"""Parameters that are a rank's own along some axes of the grid (the layers of a pipeline stage): which ranks hold which."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.comm.protocols import Group
+from bmt_core.comm.torch_backend import SingleGroup
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current, is_initialized
+
+
+def own_axes(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
+    """Return the axes of several ranks along which any of ``parameters`` is the rank's own."""
+    declared = {
+        place.axis
+        for parameter in parameters
+        if isinstance(parameter, DistributedParameter)
+        for place in parameter.locality
+        if place.is_own
+    }
+    return frozenset(axis for axis in declared if current().topology.axis_size(axis) > 1)
+
+
+def group_of_owners(parameters: Iterable[torch.Tensor]) -> Group:
+    """Return the group of ranks that together hold all parameters of the model of which this rank has ``parameters``.
+
+    These are the ranks that differ from this one along the axes along which any rank has parameters of its own: one rank
+    of each stage of a pipeline, or this rank alone in a model that every rank has all of. Collective over all ranks.
+    """
+    if not is_initialized():
+        return SingleGroup(0)
+    run = current()
+    everywhere = all_gather_object(own_axes(parameters), run.world)
+    return run.topology.group(frozenset().union(*everywhere))
+
+
+def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list[int]:
+    """Return those of ``ranks`` that hold what ``rank`` holds of a parameter that is the rank's own along ``axes``."""
+    topology = current().topology
+    return [
+        other
+        for other in ranks
+        if all(topology.axis_rank(axis, other) == topology.axis_rank(axis, rank) for axis in axes)
+    ]
+
+
+def in_one_order(names: Sequence[Sequence[str]]) -> list[str]:
+    """Merge the names that several ranks have, each in the order of its model, into the order of the whole model.
+
+    Names that all ranks have divide each list into sections; of a section, the first rank's names come first.
+
+    >>> in_one_order([["embedding", "layers.0", "layers.1", "head"], ["embedding", "layers.2", "head"]])
+    ['embedding', 'layers.0', 'layers.1', 'layers.2', 'head']
+    """
+    common = set(names[0]).intersection(*names[1:])
+    merged: dict[str, None] = {}
+    rest = [iter(of_rank) for of_rank in names]
+    for last in [*(name for name in names[0] if name in common), None]:
+        for remaining in rest:
+            for name in remaining:
+                if name == last:
+                    break
+                merged.setdefault(name)
+        if last is not None:
+            merged.setdefault(last)
+    return list(merged)
