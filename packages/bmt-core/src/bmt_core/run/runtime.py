@@ -64,6 +64,8 @@ class Runtime:
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], None]] = []
         """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
+        self.at_shutdown: list[Callable[[], None]] = []
+        """Called by :func:`shutdown`: what takes hooks out of torch again."""
         self._streams: dict[str, Stream] = {}
         self._load_event: Event | None = None
 
@@ -223,6 +225,8 @@ def shutdown() -> None:
     try:
         runtime.registry.run_stopping(runtime)
     finally:
+        for callback in runtime.at_shutdown:
+            callback()
         _current = None
         runtime.backend.close()
 

@@ -1,8 +1,8 @@
 """What autograd saves inside a block whose parameters are freed after forward.
 
-A saved view of a parameter must find its buffer gathered when it is unpacked. ``Leave`` sees to that for the ordinary
-case, but backward may also come in by a side door: an auxiliary loss kept on the module, a hook on an inner feature. So
-unpacking such a view gathers, if nobody has. Reading the memory of a freed buffer would end the process.
+A saved view of a parameter must find its buffer gathered when it is unpacked. ``Leave`` sees to that in the ordinary case, but
+backward may also come in from elsewhere: an auxiliary loss kept on the module, a hook on an inner feature. So unpacking such a
+view gathers, if nobody has. Reading the memory of a freed buffer would end the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_core.errors import BmtError
-from bmt_zero.use import Use
+from bmt_zero.schedule.block_call import BlockCall
 
 
 class _Saved(NamedTuple):
@@ -22,17 +22,17 @@ class _Saved(NamedTuple):
     is_parameter: bool
 
 
-def saved_for_backward(use: Use) -> saved_tensors_hooks:
+def saved_for_backward(call: BlockCall) -> saved_tensors_hooks:
     """Return the context manager for the forward of a block at level 3 without recomputation."""
 
     def pack(tensor: torch.Tensor) -> _Saved:
         # Detached: an operation that saves its own result must not keep itself alive.
         kept = tensor.detach()
-        return _Saved(kept, kept._version, any(flat.is_full_storage(kept) for flat in use.flats))
+        return _Saved(kept, kept._version, call.block.may_free_memory_of(kept))
 
     def unpack(saved: _Saved) -> torch.Tensor:
         if saved.is_parameter:
-            use.begin_backward()
+            call.begin_backward()
         else:
             check_version(saved.tensor, saved.version)
         return saved.tensor

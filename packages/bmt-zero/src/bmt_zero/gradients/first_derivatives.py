@@ -1,4 +1,4 @@
-"""``once``: the backward of a function that has first derivatives only, and says so."""
+"""``first_derivatives_only``: for backward functions through which no second derivatives go."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from bmt_core.errors import BmtError
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``backward(ctx, *grads)`` raise where its own graph is asked for.
+def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``backward(ctx, *grads)`` raise :class:`BmtError` when a graph of itself is asked for (``create_graph=True``).
 
     Torch's ``once_differentiable`` raises only where the gradients that come in depend on something. Where they are constants the
     graph just ends, and second derivatives lack a term.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 from typing import Any
 
 import torch
@@ -21,11 +22,10 @@ def with_own_caches(arguments: Any) -> Any:
     """Return ``arguments`` with every cache in them replaced by a copy; what holds none is returned as it is."""
     if isinstance(arguments, (tuple, list)) and not hasattr(arguments, "_fields"):
         items = [with_own_caches(item) for item in arguments]
-        same = all(new is old for new, old in zip(items, arguments, strict=True))
-        return arguments if same else type(arguments)(items)
+        return arguments if all(map(operator.is_, items, arguments)) else type(arguments)(items)
     if type(arguments) is dict:
         changed = {key: with_own_caches(value) for key, value in arguments.items()}
-        return arguments if all(changed[key] is arguments[key] for key in changed) else changed
+        return arguments if all(map(operator.is_, changed.values(), arguments.values())) else changed
     return _copied(arguments) if _is_cache(arguments) else arguments
 
 
@@ -47,8 +47,8 @@ def _no_cache(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def _recomputes(module: nn.Module) -> bool:
-    states = (inner.__dict__.get("_bmt_block") for inner in module.modules())
-    return any(state is not None and state.use_checkpoint for state in states)
+    engines = (inner.__dict__.get("_bmt_block") for inner in module.modules())
+    return any(engine is not None and engine.use_checkpoint for engine in engines)
 
 
 def _is_cache(value: Any) -> bool:

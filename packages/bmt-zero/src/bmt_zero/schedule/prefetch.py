@@ -1,4 +1,4 @@
-"""``Prefetch``: gathers that start before they are needed.
+"""``Prefetch``: starts gathers before they are needed.
 
 [Note: what comes next] What happens in a step is a sequence of events: the forward of a block begins, the backward of a
 block begins. The next event is expected to be what followed the last two events when they last came together; before
@@ -18,29 +18,46 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import nn
-
-if TYPE_CHECKING:
-    from bmt_zero.state import BlockState
 
 HOPS = 4  # how many expected events that need no gather are passed over in search of one that does
 
 
+class Prefetched(Protocol):
+    """A block, as far as prefetching sees it."""
+
+    number: int
+    following: int | None
+    """The block after this one in a list."""
+    preceding: int | None
+    """The block whose forward ran before this one's."""
+
+    @property
+    def bytes_to_gather(self) -> int:
+        """How much memory gathering its parameters would take now."""
+
+    def gather_ahead(self) -> bool:
+        """Start to gather the parameters, and keep them; False when the block cannot yet. Collective."""
+
+    def release_ahead(self) -> None:
+        """Undo :meth:`gather_ahead`."""
+
+
 class Event(NamedTuple):
-    """A use of block ``number`` begins, or, with a negative number, the call of a module."""
+    """The forward or the backward of block ``number`` begins, or, with a negative number, the call of a module."""
 
     number: int
     is_backward: bool
 
 
 class Prefetch:
-    """Expects the uses of blocks and has their parameters gathered ahead, up to ``budget`` bytes but at least one block."""
+    """Expects which block comes next and has its parameters gathered ahead, up to ``budget`` bytes but at least one block."""
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
-        self._blocks: weakref.WeakValueDictionary[int, BlockState] = weakref.WeakValueDictionary()
+        self._blocks: weakref.WeakValueDictionary[int, Prefetched] = weakref.WeakValueDictionary()
         self._after: dict[tuple[Event | None, Event], Event] = {}
         self._before: Event | None = None
         self._now: Event | None = None
@@ -48,12 +65,12 @@ class Prefetch:
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
-    def know(self, block: BlockState) -> None:
-        """Hear of ``block``, which may be expected from now on."""
+    def add(self, block: Prefetched) -> None:
+        """Let ``block``, which is kept weakly, be gathered ahead from now on."""
         self._blocks[block.number] = block
 
-    def begins(self, block: BlockState, *, is_backward: bool) -> None:
-        """Note that a use of ``block`` begins, and start the gathers of what is expected next. Collective."""
+    def begins(self, block: Prefetched, *, is_backward: bool) -> None:
+        """Note that forward or backward of ``block`` begins, and start the gathers of what is expected next. Collective."""
         event = Event(block.number, is_backward)
         if self._now is not None:
             self._after[self._before, self._now] = event
@@ -74,11 +91,11 @@ class Prefetch:
         """Free what was gathered ahead and not used: the pass is over."""
         self._go_on_with([])
 
-    def _gather_ahead(self, current: BlockState | None) -> None:
+    def _gather_ahead(self, current: Prefetched | None) -> None:
         ahead: list[int] = []
         spent = 0
         for block in self._expected():
-            size = 0 if block is current or block.number in ahead else block.bytes_ahead
+            size = 0 if block is current or block.number in ahead else block.bytes_to_gather
             if spent and size and (self._budget is None or spent + size > self._budget):
                 break
             if not block.gather_ahead():
@@ -92,9 +109,9 @@ class Prefetch:
         for number in before:
             block = self._blocks.get(number)
             if number not in ahead and block is not None:
-                block.no_longer_wanted()
+                block.release_ahead()
 
-    def _expected(self) -> Iterator[BlockState]:
+    def _expected(self) -> Iterator[Prefetched]:
         before, now = self._before, self._now
         for _ in range(HOPS):
             assert now is not None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from bmt_zero.block import Block
+from bmt_zero.schedule.block_engine import BlockEngine
 
 
 @contextmanager
@@ -20,12 +20,13 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     Blocks of levels 2 and 3, and parameters outside of blocks, keep their promise of memory and are reduced at every
     micro-batch. The sums are the same either way. ``zero_grad`` drops what is kept.
     """
-    states = [module._bmt_block for module in model.modules() if isinstance(module, Block) and module._zero_level < 2]
-    before = [state.schedule for state in states]
-    for state in states:
-        state.set_use(dataclasses.replace(state.schedule, last_backward=False))
+    engines = [module.__dict__["_bmt_block"] for module in model.modules() if "_bmt_block" in module.__dict__]
+    held_back: list[BlockEngine] = [engine for engine in engines if engine.block.level < 2]
+    before = [engine.use for engine in held_back]
+    for engine in held_back:
+        engine.use = dataclasses.replace(engine.use, last_backward=False)
     try:
-        yield sum(flat.held_back_bytes for state in states for flat in state.flats)
+        yield sum(group.reducer.held_back_bytes for engine in held_back for group in engine.block.groups)
     finally:
-        for state, schedule in zip(states, before, strict=True):
-            state.set_use(schedule)
+        for engine, use in zip(held_back, before, strict=True):
+            engine.use = use

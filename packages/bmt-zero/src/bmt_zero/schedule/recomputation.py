@@ -18,74 +18,70 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _device as torch_device
 
 from bmt_core.errors import BmtError
 from bmt_core.modules.outermost_call import forward_scope
 from bmt_core.run.runtime import current
-from bmt_zero.buffers import Buffers, BuffersBefore, version_of
-from bmt_zero.caches import with_own_caches
+from bmt_core.torch_internals import when_backward_ends
+from bmt_zero.hugging_face import with_own_caches
 from bmt_zero.nested import tensors_in
-from bmt_zero.saved import check_version
-from bmt_zero.use import Use
+from bmt_zero.schedule.block_call import BlockCall
+from bmt_zero.schedule.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
+from bmt_zero.schedule.saved_tensors import check_version
 
-Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Recomputation:
-    """What one forward of a block, with ``buffers``, saved for backward: how many tensors, and how to make them again."""
+    """What the forward of ``call`` saved for backward: how many tensors, and how to make them again with ``compute``."""
 
-    def __init__(self, call: Call, use: Use, buffers: Buffers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, call: BlockCall, compute: Compute, buffers: BlockBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.is_running = False
         self._call = call
-        self._use = use
+        self._compute = compute
         self._inputs = args, kwargs
         self._before = with_own_caches(self._inputs)
+        self._has_caches = self._before is not self._inputs
         self._versions = _versions_of(self._inputs)
-        self._buffers = BuffersBefore(buffers)
+        self._buffers = BuffersBeforeForward(buffers)
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._made: list[tuple[torch.Tensor, int] | None] = []
         self._layers = 0
         self._last: tuple[int, int] | None = None
-        self._random = _Random(current().device)
-        self._circumstances = _Circumstances(current().device)
+        self._random = _RandomNumbers(current().device)
+        self._modes = _Modes(current().device)
         # Weakly: what autograd saved holds this object, and with it the inputs, as long as backward may come.
-        use.recomputation = weakref.ref(self)
+        call.recomputation = weakref.ref(self)
 
     def forward(self) -> Any:
         """Return what the block returns, saving nothing but its inputs."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out):
-                outputs = self._call(*self._inputs)
-            self._buffers.learn()
-            return outputs
+                return self._compute(*self._inputs)
         finally:
-            self._random.settle()
-            self._buffers.keep_changed()
+            self._random.forget_unless_drawn()
+            self._buffers.forget_unchanged()
 
     def clear(self) -> None:
         """Let go what was made again: the backward pass is over."""
         self._made = []
 
-    def before_layer(self, *operands: torch.Tensor) -> int:
-        """Hear of a layer that saves ``operands`` and then computes; end here, if these are the last that backward needs.
-
-        Returns what :meth:`after_layer` is to be told.
-        """
+    def before_layer(self, input: torch.Tensor) -> int:
+        """Learn that a layer saves ``input`` and then computes; end here, if that is the last tensor that backward needs."""
         self._layers += 1
         if not self.is_running:
             return len(self._kinds)
-        is_last = self._last == (self._layers, len(self._made))
-        if is_last and len(self._made) + len(operands) == len(self._kinds):
-            for operand in operands:
-                self._keep(operand)
+        if self._last == (self._layers, len(self._made)) and len(self._made) + 1 == len(self._kinds):
+            self._keep(input)
         return 0
 
-    def after_layer(self, before: int, operands: int) -> None:
-        """Hear that the layer is done."""
+    def after_layer(self, before: int) -> None:
+        """Learn that the layer is done."""
         if not self.is_running:
             # Unless somebody else, a hook of the user's inside the block, took what it saved.
-            self._last = (self._layers, before) if len(self._kinds) == before + operands else None
+            self._last = (self._layers, before) if len(self._kinds) == before + 1 else None
 
     def _count(self, tensor: torch.Tensor) -> int:
         self._kinds.append((tensor.shape, tensor.dtype))
@@ -109,21 +105,21 @@ class Recomputation:
                 "An input of a block was modified in place after the block had read it, and the block would be recomputed"
                 " from the new values. Clone it before, use the out-of-place operation, or set use_checkpoint=False."
             )
-        self._use.begin_backward()
-        if self._use.is_running:  # a backward pass inside of forward, at the end of which nobody else will clear
-            torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        self._call.begin_backward()
+        if self._call.is_computing:  # a backward pass inside of forward, at the end of which nobody else will clear
+            when_backward_ends(self.clear)
         layers, self._layers = self._layers, 0
         self.is_running = True
         try:
             with (
                 saved_tensors_hooks(self._keep, _as_it_is),
                 torch.enable_grad(),
-                self._circumstances.again(),
-                self._random.again(),
+                self._modes.restored(),
+                self._random.repeated(),
                 forward_scope(own_random=False),
-                self._buffers.again(),
+                self._buffers.restored(),
             ):
-                self._call(*with_own_caches(self._before))
+                self._compute(*(with_own_caches(self._before) if self._has_caches else self._inputs))
         except _Complete:
             pass
         finally:
@@ -138,9 +134,7 @@ class Recomputation:
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         # Detached: an operation that saves its own result must not keep itself alive.
-        tensor = tensor.detach()
-        if self._buffers.moved:
-            tensor = self._buffers.own(tensor)
+        tensor = self._buffers.with_own_memory(tensor.detach())
         index = len(self._made)
         self._made.append((tensor, tensor._version))
         if (tensor.shape, tensor.dtype) != self._kinds[index]:
@@ -159,7 +153,7 @@ class _Complete(BaseException):
     """All that backward needs is there. No ``Exception``, which the block might catch."""
 
 
-class _Random:
+class _RandomNumbers:
     """The generators' states before forward; kept if forward drew."""
 
     def __init__(self, device: torch.device) -> None:
@@ -168,14 +162,14 @@ class _Random:
             self._generators.append(torch.cuda.default_generators[device.index])
         self._states = [generator.get_state() for generator in self._generators]
 
-    def settle(self) -> None:
+    def forget_unless_drawn(self) -> None:
         """Forget the states if nothing was drawn since."""
         pairs = zip(self._generators, self._states, strict=True)
         if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
             self._generators, self._states = [], []
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def repeated(self) -> Iterator[None]:
         """Inside, draw what forward drew."""
         present = [generator.get_state() for generator in self._generators]
         _set_states(self._generators, self._states)
@@ -185,21 +179,21 @@ class _Random:
             _set_states(self._generators, present)
 
 
-class _Circumstances:
+class _Modes:
     """Autocast and the default device, which the recomputation must find as forward did."""
 
     def __init__(self, device: torch.device) -> None:
         self._types = dict.fromkeys(("cpu", device.type))
         self._autocast = self._present_autocast()
-        self._device: torch.device | None = torch_device.CURRENT_DEVICE
+        self._device = torch.get_default_device()
 
-    def again(self) -> AbstractContextManager[object]:
+    def restored(self) -> AbstractContextManager[object]:
         """Inside, they are what they were."""
-        same_device = self._device in (None, torch_device.CURRENT_DEVICE)
-        if same_device and self._autocast == self._present_autocast():
+        is_other_device = self._device != torch.get_default_device()
+        if not is_other_device and self._autocast == self._present_autocast():
             return nullcontext()
         stack = ExitStack()
-        if self._device is not None:
+        if is_other_device:
             stack.enter_context(self._device)
         for kind, dtype, enabled, cached in self._autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
