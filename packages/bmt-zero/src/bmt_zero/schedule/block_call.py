@@ -45,6 +45,7 @@ class BlockCall:
         self.recomputation: weakref.ref[LayerRecomputation] | None = None
         self.input_hook: RemovableHandle | None = None
         self._holds = False
+        self._is_awaited = False
         self._pass = -1  # the backward pass whose end is waited for
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
@@ -77,6 +78,7 @@ class BlockCall:
         self.phase = Phase.REST
         if succeeded:
             self.block.keep_gathered(self.groups, until_next=not self.use.last_forward)
+            self._await_backward(backward_follows and not self.use.first_backward)
         if not backward_follows or 3 in [group.level for group in self.groups]:
             self._let_go()
 
@@ -148,10 +150,15 @@ class BlockCall:
 
     def _end_backward(self) -> None:
         self._full.clear()
+        self._await_backward(False)
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
-            self.block.keep_gathered(self.groups, until_next=not self.use.last_backward)
+            self.block.keep_gathered(self.groups, until_next=not self.use.last_backward and self.block.awaited > 0)
         self._let_go()
+
+    def _await_backward(self, is_awaited: bool) -> None:
+        self.block.awaited += is_awaited - self._is_awaited
+        self._is_awaited = is_awaited
 
     def _let_go(self) -> None:
         if self._whole is not None:

@@ -38,8 +38,8 @@ class Prefetched(Protocol):
     def bytes_to_gather(self) -> int:
         """How much memory gathering its parameters would take now."""
 
-    def gather_ahead(self) -> bool:
-        """Start to gather the parameters, and keep them; False when the block cannot yet. Collective."""
+    def gather_ahead(self, *, is_backward: bool) -> bool:
+        """Start to gather the parameters for the next forward or backward, and keep them; False: not now. Collective."""
 
     def release_ahead(self) -> None:
         """Undo :meth:`gather_ahead`."""
@@ -94,11 +94,11 @@ class Prefetch:
     def _gather_ahead(self, current: Prefetched | None) -> None:
         ahead: list[int] = []
         spent = 0
-        for block in self._expected():
+        for block, is_backward in self._expected():
             size = 0 if block is current or block.number in ahead else block.bytes_to_gather
             if spent and size and (self._budget is None or spent + size > self._budget):
                 break
-            if not block.gather_ahead():
+            if not block.gather_ahead(is_backward=is_backward):
                 break
             spent += size
             ahead.append(block.number)
@@ -111,7 +111,7 @@ class Prefetch:
             if number not in ahead and block is not None:
                 block.release_ahead()
 
-    def _expected(self) -> Iterator[Prefetched]:
+    def _expected(self) -> Iterator[tuple[Prefetched, bool]]:
         before, now = self._before, self._now
         for _ in range(HOPS):
             assert now is not None
@@ -120,7 +120,7 @@ class Prefetch:
                 return
             block = self._blocks.get(following.number)
             if block is not None:
-                yield block
+                yield block, following.is_backward
             elif following.number >= 0:  # a block that is gone
                 return
             before, now = now, following

@@ -19,6 +19,7 @@ from bmt_zero.schedule.recomputed_buffers import BlockBuffers
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.schedule.zero_run import ZeroRun, zero_run
 from bmt_zero.sharding.parameter_slots import ParameterSlots, Slot, WholeParameters
+from bmt_zero.sharding.unsharded_buffer import BufferState
 
 _numbers = itertools.count()
 
@@ -47,6 +48,8 @@ class ShardedBlock:
         self._changes_seen = -1
         self._ahead: list[ShardedGroup] = []  # held for the next call, which is expected
         self._between_calls: list[ShardedGroup] = []  # held between the calls of a schedule
+        self.awaited = 0
+        """How many calls are to run their backward with what the backward of another call has gathered."""
 
     def __del__(self) -> None:
         for group in self.groups:
@@ -117,10 +120,12 @@ class ShardedBlock:
         """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
         return sum([group.bytes_to_gather(group in self._ahead) for group in self.groups])
 
-    def gather_ahead(self) -> bool:
+    def gather_ahead(self, *, is_backward: bool) -> bool:
         """See :class:`bmt_zero.schedule.prefetch.Prefetched`. Collective."""
         if not self.groups or True in [group.data.is_memory_replaced for group in self.groups]:
             return False
+        if is_backward and True in [group.buffer.state is BufferState.OUTDATED for group in self.groups]:
+            return False  # reduced in this pass already: an optimizer is about to change the values
         for group in self.groups:
             if not group.buffer.is_available:
                 group.look_for_changes()
