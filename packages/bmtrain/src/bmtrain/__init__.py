@@ -13,6 +13,6 @@ from importlib.metadata import version
 
 from bmtrain import _lazy
 
-__version__ = version("bmtrain")
+__version__ = version("bmt-train")
 
 _lazy.make_lazy(sys.modules[__name__])

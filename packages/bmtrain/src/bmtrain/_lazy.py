@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from bmtrain._table import TABLE, Home, submodules
+from bmtrain._table import INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
 
 
 def make_lazy(module: ModuleType) -> None:
@@ -36,16 +36,19 @@ def make_lazy(module: ModuleType) -> None:
 def resolve(home: Home, asked: str) -> Any:
     """Return what ``home`` stands for; ``asked`` is what the user wrote.
 
-    Raises ModuleNotFoundError that names the package to install, if it is missing. An error inside a package that is there
-    passes unchanged: it is not the user's installation that is wrong then.
+    Raises ModuleNotFoundError that names the package, and how to install it, if it is missing. An error inside a package that
+    is there passes unchanged: it is not the user's installation that is wrong then.
     """
     if importlib.util.find_spec(home.package) is None:
-        raise ModuleNotFoundError(
-            f"{asked} is provided by {home.distribution}, which is not installed. "
-            f'Install it with: pip install "bmtrain[{home.extra}]"',
-            name=home.package,
-        )
+        raise ModuleNotFoundError(_missing(home, asked), name=home.package)
     return getattr(importlib.import_module(home.module), home.attribute)
+
+
+def _missing(home: Home, asked: str) -> str:
+    if home.package in NOT_YET:
+        return f"{asked} will be provided by {home.distribution}, a package that does not exist yet."
+    install = INSTALL_HINTS[home.package]
+    return f"{asked} is provided by {home.distribution}, which is not installed. Install it with: {install}"
 
 
 def _look_up(module: ModuleType, name: str) -> Any:

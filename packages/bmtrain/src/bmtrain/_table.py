@@ -25,11 +25,6 @@ class Home(NamedTuple):
         """What pip calls the package, such as ``bmt-zero``."""
         return self.package.replace("_", "-")
 
-    @property
-    def extra(self) -> str:
-        """The extra of ``bmtrain`` that installs the package, such as ``zero``."""
-        return self.package.removeprefix("bmt_")
-
 
 def _from(module: str, names: str) -> dict[str, Home]:
     return {name: Home(module, name) for name in names.split()}
@@ -95,6 +90,18 @@ TABLE: dict[str, dict[str, Home]] = {
     },
     "bmtrain.wrapper": _from("bmt_zero", "BMTrainModelWrapper"),
 }
+
+
+NOT_YET = ("bmt_pipeline", "bmt_tp")
+"""Packages that do not exist yet. The table has their names, so that the error can say where they will be."""
+
+# Written out, so that a test can find each line and check it. From a clone, pip needs the paths of all packages of ours.
+INSTALL_HINTS = {
+    "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
+    "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
+    "bmt_zero": 'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
+}
+"""How a user installs each package that names come from."""
 
 
 def submodules(module: str) -> list[str]:
