@@ -14,7 +14,7 @@ import pytest
 
 import bmtrain
 from bmtrain._lazy import resolve
-from bmtrain._table import INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
+from bmtrain._table import FILE_MODULES, INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
 
 PACKAGES = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_names_are_public_where_they_come_from(module: str) -> None:
 
 
 def test_package_that_does_not_exist_yet_is_in_no_directory_and_every_other_has_a_hint() -> None:
-    packages = {home.package for names in TABLE.values() for home in names.values()}
+    packages = {home.package for names in TABLE.values() for home in names.values()} - {"bmtrain"}
     assert packages == {*INSTALL_HINTS, *NOT_YET}
     assert {package for package in packages if (PACKAGES / package.replace("_", "-")).is_dir()} == {*INSTALL_HINTS}
 
@@ -146,7 +146,16 @@ def test_importing_the_facade_imports_none_of_its_packages() -> None:
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
-@pytest.mark.parametrize("module", TABLE)
+@pytest.mark.parametrize("module", FILE_MODULES)
+def test_modules_with_files_come_by_attribute_and_have_no_stub(module: str) -> None:
+    name = module.removeprefix("bmtrain.")
+    result = python(f"import bmtrain, sys; assert {module!r} not in sys.modules; print(bmtrain.{name}.__name__)")
+    assert result.stdout == f"{module}\n", result.stderr
+    assert python(f"from bmtrain import {name}; import {module} as m; assert m is {name}").returncode == 0
+    assert name in dir(bmtrain) and Path(bmtrain.__file__).with_name(f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize("module", [*TABLE, *FILE_MODULES])
 def test_every_module_can_be_imported_first(module: str) -> None:
     result = python(f"import {module}")
     assert result.returncode == 0, result.stderr

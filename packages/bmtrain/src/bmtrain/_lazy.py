@@ -1,4 +1,4 @@
-"""Modules whose names are looked up in the table when they are first used."""
+"""Modules whose names are looked up in the table, or among the files beside it, when they are first used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from bmtrain._table import INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
+from bmtrain._table import FILE_MODULES, INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
 
 
 def make_lazy(module: ModuleType) -> None:
@@ -20,6 +20,8 @@ def make_lazy(module: ModuleType) -> None:
     # anybody imports them: importing `bmtrain.synchronize` would otherwise bind the module over the function of that name.
     for name in submodules(module.__name__):
         full_name = f"{module.__name__}.{name}"
+        if full_name in FILE_MODULES:
+            continue
         child = ModuleType(full_name, f"Names for ``{full_name}``: see ``bmtrain/_table.py``.")
         child.__spec__ = ModuleSpec(full_name, None, is_package=True)
         child.__path__ = []
@@ -54,6 +56,8 @@ def _missing(home: Home, asked: str) -> str:
 def _look_up(module: ModuleType, name: str) -> Any:
     names = TABLE[module.__name__]
     asked = f"bmt{module.__name__.removeprefix('bmtrain')}.{name}"
+    if (full_name := f"{module.__name__}.{name}") in FILE_MODULES:
+        return importlib.import_module(full_name)
     if name not in names:
         close = difflib.get_close_matches(name, [*names, *submodules(module.__name__)], n=1)
         hint = f" Did you mean '{close[0]}'?" if close and not name.startswith("__") else ""
