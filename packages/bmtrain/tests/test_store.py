@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core import store
 from bmt_core.testing import run_ranks
+from bmtrain import store
 
 
 def model() -> bmt_core.DistributedModule:
@@ -43,7 +43,7 @@ def test_whole_tensors_are_on_rank_0_only(world_size: int) -> None:
 
 def exchanged() -> tuple[Any, Any]:
     rank = bmt_core.rank()
-    sent = store.broadcast_object({"from": rank, "text": "x" * (10 ** (rank + 1))}, bmt_core.config["comm"], src=1)
+    sent = store.broadcast_object({"from": rank, "text": "x" * (10 ** (rank + 1))}, bmt_core.current().world, src=1)
     return store.allgather_objects([rank] * rank), (sent["from"], len(sent["text"]))
 
 

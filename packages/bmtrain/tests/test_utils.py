@@ -1,16 +1,80 @@
-"""Small helpers, and the scratch store."""
+"""Output on one rank, memory, averages, versions, slices."""
 
 from __future__ import annotations
+
+import contextlib
+import io
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmt_core import debug
 from bmt_core.errors import NotInitializedError
 from bmt_core.testing import run_ranks
-from bmt_core.utils import AverageRecorder, check_torch_version, round_up, tp_split_tensor
+from bmtrain.utils import (
+    AverageRecorder,
+    check_torch_version,
+    print_block,
+    print_dict,
+    print_rank,
+    round_up,
+    see_memory,
+    tp_split_tensor,
+)
+
+
+def printed(rank: int) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        print_rank("a", 1, sep="-", rank=rank)
+    return output.getvalue()
+
+
+def test_print_rank_prints_on_one_rank() -> None:
+    assert run_ranks(printed, 2, 1) == ["", "a-1\n"]
+    assert run_ranks(printed, 2, 0) == ["a-1\n", ""]
+
+
+def test_before_init_print_rank_prints_as_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    print_rank("here", rank=1)
+    print_rank("here")
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_blocks_and_tables_go_where_they_are_told() -> None:
+    out = io.StringIO()
+    print_block("title", file=out)
+    print_dict("t", {}, file=out)
+    print_dict("t", {"a": 1, "long": [2]}, file=out)
+    title, empty, blank, table, *rows = out.getvalue().splitlines()
+    assert title == " title ".center(80, "=") and empty == table == " t ".center(80, "=") and blank == ""
+    assert rows == ["a    : 1", "long : [2]"]
+
+
+def memory_lines() -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        see_memory("after init", detail=True)
+    return output.getvalue()
+
+
+def test_memory_of_the_process_is_told_on_rank_0() -> None:
+    zero, one = run_ranks(memory_lines, 2)
+    assert re.fullmatch(r"after init\n  process +\d+\.\d\d GiB\n  process peak +\d+\.\d\d GiB\n", zero)
+    assert one == ""
+
+
+@pytest.mark.gpu
+def test_memory_of_the_device_is_told_and_its_peak_starts_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    held = torch.zeros(2**28, device="cuda")
+    del held
+    see_memory("peak")
+    assert re.search(r"allocated peak +[1-9]\d*\.\d\d GiB", capsys.readouterr().out)
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    see_memory("all", detail=True)
+    assert "memory summary" in capsys.readouterr().out
 
 
 @given(st.integers(0, 10**9), st.integers(1, 10**6))
@@ -82,26 +146,10 @@ class FourTensorParallelRanks:
 
 
 def test_slices_are_contiguous_and_must_work_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bmt_core.utils.current", FourTensorParallelRanks)
+    monkeypatch.setattr("bmt_core.current", FourTensorParallelRanks)
     tensor = torch.arange(24).view(3, 8)
     part = tp_split_tensor(tensor, 1)
     assert part.tolist() == tensor[:, 4:6].tolist() and part.is_contiguous()
     assert tp_split_tensor(tensor, -1).tolist() == part.tolist()
     with pytest.raises(ValueError, match=r"Dim 0 of shape \(3, 8\) is not a multiple of tp_size=4"):
         tp_split_tensor(tensor, 0)
-
-
-def test_debug_is_a_scratch_store() -> None:
-    debug.clear()
-    assert debug.get("loss") is None and debug.get("loss", 1) == 1
-    debug.set("loss", 2)
-    debug.append("norms", 1.0)
-    debug.append("norms", 2.0)
-    debug.extend("norms", (3.0, 4.0))
-    debug.extend("empty", [])
-    assert debug.get("loss") == 2 and debug.get("norms") == [1.0, 2.0, 3.0, 4.0] and debug.get("empty") == []
-    debug.clear("norms")
-    debug.clear("never there")
-    assert debug.get("norms") is None and debug.get("loss") == 2
-    debug.clear()
-    assert debug.get("loss") is None

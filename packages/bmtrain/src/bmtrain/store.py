@@ -1,4 +1,4 @@
-"""BMTrain's ``store``: whole state dicts on rank 0, and Python objects between ranks, for scripts written for it."""
+"""BMTrain's ``store``: checkpoints, whole state dicts on rank 0, and Python objects between ranks."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.protocols import Group, ReduceOp
-from bmt_core.run.runtime import current
+from bmt_core import Group, ReduceOp, current
 
 Memory = torch.Tensor | torch.TypedStorage | torch.UntypedStorage
 
