@@ -16,7 +16,7 @@ import bmt_core
 from bmt_core import torch_internals as internals
 
 PRIVATE = re.compile(
-    r"torch\._C\.|torch\._(?!foreach_)\w+|\._cdata|_execution_engine|_backward_hooks|_make_subclass|_foreach_supported_types"
+    r"torch\._C\.|torch\._(?!foreach_|_)\w+|\._cdata|_execution_engine|_backward_hooks|_make_subclass|_foreach_supported_types"
     r"|TensorBase|CURRENT_DEVICE|_grad_hooks|_is_profiler_enabled"
 )
 

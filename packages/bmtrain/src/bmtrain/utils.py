@@ -144,7 +144,7 @@ def check_torch_version(version_str: str) -> int:
 
     What stands after the numbers does not count: ``2.2.0a0+abc`` is 2.2.0, and 2.2 too.
     """
-    installed, asked = _numbers(torch.__version__), _numbers(version_str)
+    installed, asked = _numbers(torch.version.__version__), _numbers(version_str)
     length = max(len(installed), len(asked))
     left, right = (numbers + [0] * (length - len(numbers)) for numbers in (installed, asked))
     return (left > right) - (left < right)
