@@ -6,11 +6,9 @@ does so while the interpreter ends aborts the process, so the threads must end b
 keeps it: :meth:`TorchBackend.close` takes it from the groups, which models keep. But torch's group waits for what is under way,
 perhaps for ranks that never come. Such a group is kept for ever, with its tensors, and a rank that failed can leave.
 
-[Note: groups by name]
-``torch.distributed.new_group`` numbers groups by counting, so every rank must make every group, or at least all members as
-many as each other. Here only the members of a group make it, when they first use it, and have made different numbers of others
-before. So torch's own helper is called with a name. For the same reason the group of all ranks is not bound to a device:
-NCCL would then split every later group off it, which needs all ranks.
+[Note: groups of their members]
+Only the members of a group make it, when they first use it. So groups have names, not numbers (:func:`make_process_group`), and
+the group of all ranks is not bound to a device: NCCL would then split every later group off it, which needs all ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
+from bmt_core.torch_internals import make_process_group
 
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# See [Note: groups by name].
-_make_process_group: Any = distributed_c10d._new_process_group_helper
 
 _GIVEN_BACK = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
@@ -202,28 +197,20 @@ class TorchBackend(CommBackend):
             group.close()
 
     def _new_process_group(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-        rank, members = self.context.rank, list(ranks)
+        rank = self.context.rank
         assert self.context.store is not None
         store = dist.PrefixStore("bmt-groups", self.context.store)
         try:
-            process_group, _ = _make_process_group(
-                len(members),
-                ranks.index(rank),
-                members,
-                dist.Backend(self._engines),
-                store,
-                name,
-                timeout=self._timeout,
+            process_group = make_process_group(
+                ranks, rank, backend=self._engines, store=store, name=name, timeout=self._timeout
             )
-            places = {member: place for place, member in enumerate(members)}
-            distributed_c10d._world.pg_group_ranks[process_group] = places
             self._connect_devices(process_group)
         except dist.DistError as error:
             raise RemoteError(
                 f"Rank {rank} waited {self.context.timeout:g} s for the other members of the group of ranks {ranks} to use it:"
                 f" {error}. Look at their output; all members of a group must take part in what is done on it."
             ) from error
-        return process_group  # type: ignore[no-any-return]
+        return process_group
 
     def _connect_devices(self, process_group: Any) -> None:
         """Let NCCL connect now, with all members, and not in the first operation, which may concern two of them only."""

@@ -41,7 +41,7 @@ class Lane:
         self._kept: tuple[object, Mark] | None = None
 
     def group(self, group: Group) -> Group:
-        """Return the lane's own communicator over the ranks of ``group``. Collective when asked for the first time."""
+        """Return the lane's own group over the ranks of ``group``, which connects at its first operation."""
         return self._topology.twin(group, self.name)
 
     def here(self) -> Mark:
