@@ -257,7 +257,7 @@ def _grad_scales() -> tuple[float, float, float]:
     manager = OptimManager()
     data_parallel = manager.grad_scale
     run = runtime.current()
-    run.topology = Topology({"pp": 1, "dp": 2, "tp": 2}, run.rank, run.backend)
+    run.topology = Topology({"pp": 1, "dp": 2, "tp": 2}, run.rank, run.backend, same_data={"tp"})
     return data_parallel, manager.grad_scale, OptimManager(grad_scale=7).grad_scale
 
 

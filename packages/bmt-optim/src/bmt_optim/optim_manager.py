@@ -49,7 +49,7 @@ class OptimManager:
     wanted, ``step()``. All of them are collective: every rank calls them in the same order.
 
     Gradients of sharded parameters are *sums* over all ranks. ``backward`` multiplies the loss by ``loss_scale / grad_scale``,
-    first; ``grad_scale`` is by default the number of ranks that hold different data (the world over tp), so that gradients
+    first; ``grad_scale`` is by default the number of ranks that hold different data (``Topology.data_size``), so that gradients
     are those of the mean loss over all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and
     ``optimizer.step()`` without a manager are safe too, with the sums. Gradients of *ordinary* parameters are local until
     ``clip_grad_norm`` or ``step`` sums them over all ranks, once per step; ``sum_plain_gradients=False`` if your program does.

@@ -41,7 +41,7 @@ def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None
     with the same seed. Every rank draws all numbers and keeps its part, so that no values are communicated, and one whole
     tensor exists at a time. Where ranks have layers of their own, as pipeline stages do, one draws on where the other
     stopped. Tied parameters are initialised once. Parameters of a Block made with ``initialized=True`` keep their values.
-    Collective: all ranks call it.
+    Collective where the grid has axes besides ``dp``.
 
     What was made on the meta device and has no ``init_method`` is then initialised by its modules, children first,
     with one block whole at a time: by ``init(module)``, by the ``_init_weights(module)`` of a module around, or by

@@ -11,6 +11,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
+from bmt_core.run.topology import DATA_AXIS
 
 
 def own_axes(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
@@ -30,12 +31,16 @@ def group_of_owners(parameters: Iterable[torch.Tensor]) -> Group:
 
     These are the ranks that differ from this one along the axes along which any rank has parameters of its own: one rank
     of each stage of a pipeline, or this rank alone in a model that every rank has all of. Collective over all ranks.
+
+    Along ``dp``, either all ranks have parameters of their own or none has: a run with no other axis communicates nothing to
+    find out.
     """
     if not is_initialized():
         return SingleGroup(0)
-    run = current()
-    everywhere = all_gather_object(own_axes(parameters), run.world)
-    return run.topology.group(frozenset().union(*everywhere))
+    run, axes = current(), own_axes(parameters)
+    if any(size > 1 for name, size in run.topology.sizes.items() if name != DATA_AXIS.name):
+        axes = axes.union(*all_gather_object(axes, run.world))
+    return run.topology.group(axes)
 
 
 def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list[int]:
