@@ -277,31 +277,31 @@ def test_state_dict_gives_whole_tensors_and_takes_them() -> None:
         assert_equal(found, expected_state())
 
 
-def same_names() -> str:
+def same_names(path: str) -> str:
     net = nn.Module()
     net.layer = Block(nn.Linear(2, 2), local_axes=("stage",))
     with pytest.raises(CheckpointError) as caught:
-        bmt_core.save(net, "never written")
+        bmt_core.save(net, path)
     return str(caught.value)
 
 
-def test_own_parameters_of_one_name_are_refused() -> None:
-    for said in run_ranks(same_names, 2, init=grid_with(STAGE)):
+def test_own_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
+    for said in run_ranks(same_names, 2, str(tmp_path / "model.pt"), init=grid_with(STAGE)):
         assert said.startswith("Ranks [0, 1] each have a parameter of their own, and all call it layer.weight.")
 
 
-def half_a_model() -> str:
+def half_a_model(path: str) -> str:
     net = nn.Module()
     net.own = Block(nn.Linear(2, 2), local_axes=("stage",)) if rank() == 0 else None
     if rank() == 1:
         net.extra = DistributedParameter(torch.ones(4))
     with pytest.raises(CheckpointError) as caught:
-        bmt_core.save(net, "never written")
+        bmt_core.save(net, path)
     return str(caught.value)
 
 
-def test_a_sharded_parameter_that_some_ranks_lack_is_refused() -> None:
-    for said in run_ranks(half_a_model, 2, init=grid_with(STAGE)):
+def test_a_sharded_parameter_that_some_ranks_lack_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(half_a_model, 2, str(tmp_path / "model.pt"), init=grid_with(STAGE)):
         assert "extra is sharded over ranks [0, 1], and only ranks [1] have it." in said
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import types
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from bmt_core.comm import TorchBackend
 from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
+from bmt_core.settings import MeshAxis, RunSettings
 from bmt_core.testing import rank_pool, run_ranks
 
 
@@ -165,3 +168,73 @@ def test_ranks_that_never_start_are_named() -> None:
     first, _ = rank_pool(2).outcomes(absent, init=None, timeout=30)
     assert first.error_type == "RemoteError"
     assert "After 2 s these ranks have not started: 1" in (first.error_message or "")
+
+
+class Named:
+    """A plugin that a program passes to init_distributed()."""
+
+    def __init__(self, name: str, version: str = "1.0") -> None:
+        self.name = name
+        self.__version__ = version
+
+    @hookimpl
+    def bmt_mesh_axes(self, config: RunSettings) -> list[MeshAxis]:
+        return [MeshAxis(self.name, 2, 7)]
+
+
+def start_with(plugins: list[list[Any]]) -> tuple[list[str], dict[str, int]]:
+    runtime.init_distributed(device="cpu", timeout=20, plugins=plugins[int(os.environ["RANK"])])
+    run = runtime.current()
+    return [f"{info.name} {info.version}" for info in run.registry.describe()], run.topology.sizes
+
+
+def start_with_names(names: list[list[tuple[str, str]]]) -> tuple[list[str], dict[str, int]]:
+    return start_with([[Named(*name) for name in of_rank] for of_rank in names])
+
+
+def test_plugins_that_are_passed_are_asked_like_installed_ones() -> None:
+    for described, sizes in run_ranks(start_with_names, 2, [[("mine", "3")], [("mine", "3")]], init=None):
+        assert "mine 3" in described and sizes == {"mine": 2, "dp": 1}
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([], "Rank 1 has other plugins than rank 0: mine is missing."),
+        ([("mine", "4")], "mine is version 4 instead of version 3"),
+        (
+            [("mine", "3"), ("mine", "3")],
+            "Two plugins are named 'mine'. Give the second an attribute 'name' of its own.",
+        ),
+    ],
+)
+def test_plugins_that_are_passed_are_compared_between_ranks(second: list[tuple[str, str]], message: str) -> None:
+    for outcome in rank_pool(2).outcomes(start_with_names, [[("mine", "3")], second], init=None, timeout=30):
+        assert outcome.error_type == "PluginError" and message in (outcome.error_message or "")
+
+
+def start_with_nonsense(kind: str) -> None:
+    module = types.ModuleType("empty")
+    runtime.init_distributed(device="cpu", plugins=[{"class": Named, "text": "Named", "module": module}[kind]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("class", "is a class. Pass an object of it."),
+        ("text", "'Named' is a text. Pass the module itself."),
+        ("module", "The plugin 'empty' implements no hook."),
+    ],
+)
+def test_what_is_no_plugin_is_refused(kind: str, message: str) -> None:
+    (outcome,) = rank_pool(1).outcomes(start_with_nonsense, kind, init=None)
+    assert outcome.error_type == "PluginError" and message in (outcome.error_message or "")
+
+
+def start_with_backend() -> None:
+    runtime.init_distributed(device="cpu", comm_backend=int)  # type: ignore[arg-type]
+
+
+def test_a_class_that_is_no_backend_is_refused() -> None:
+    (outcome,) = rank_pool(1).outcomes(start_with_backend, init=None)
+    assert outcome.error_message == "comm_backend must be a name or a subclass of CommBackend, not <class 'int'>."

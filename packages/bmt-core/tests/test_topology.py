@@ -149,6 +149,23 @@ def test_a_group_connects_its_members_and_waits_for_nobody_else() -> None:
     assert results == [[3.0, 3.0, 4.0], [3.0, 3.0], [4.0], []]
 
 
+def passed_along() -> float:
+    """A pipeline, whose first operation is a send or a receive."""
+    group = runtime.current().topology.group(("stage",))
+    x = torch.tensor([1.0])
+    if group.rank > 0:
+        group.recv(x, group.rank - 1).wait()
+    x += group.rank
+    if group.rank < group.size - 1:
+        group.send(x, group.rank + 1).wait()
+    return float(x)
+
+
+def test_the_first_operation_of_a_group_may_be_a_send() -> None:
+    axes = MeshAxis("stage", 2, 0), MeshAxis("other", 2, 100)
+    assert run_ranks(passed_along, 4, init=grid_with(*axes)) == [1.0, 1.0, 2.0, 2.0]
+
+
 def waits_alone() -> str:
     group = runtime.current().topology.group(("tp",))
     if runtime.rank() != 0:
