@@ -20,20 +20,19 @@ from bmt_core.init.whole_parameters import WholeParameters, whole_bytes
 from bmt_core.modules.outermost_call import reading_parts
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import (
-    blank_buffers,
-    blank_parameters,
     has_values,
-    named,
-    off_meta,
-    place_buffers,
-    settle_buffer,
+    list_names,
+    mark_if_nan_is_left,
+    materialize_buffers,
+    off_meta_device,
+    uninitialized_names,
 )
 from bmt_core.run.runtime import current
 
 ModuleInit = Callable[[nn.Module], Any]
 
 
-def initialize_blanks(model: nn.Module, init: ModuleInit | None = None) -> None:
+def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None:
     """Give values to all of ``model`` that has none, and raise :class:`ConfigError` naming what nothing gives any.
 
     Modules with something in them that has no values are visited, children first, as ``model.apply()`` does. A visit
@@ -49,31 +48,31 @@ def initialize_blanks(model: nn.Module, init: ModuleInit | None = None) -> None:
     plain = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DistributedParameter)]
     if plain:
         raise ConfigError(
-            f"{named(plain, [])} are on the meta device and not distributed. Wrap the model with BMTrainModelWrapper, or make"
+            f"{list_names(plain, [])} are on the meta device and not distributed. Wrap the model with BMTrainModelWrapper, or make"
             " them part of a Block, before they are initialised."
         )
-    place_buffers(_with_meta_buffers(model), current().device)
+    materialize_buffers(_with_meta_buffers(model), current().device)
     with initializing():
         for parameter in filter(_is_target, model.parameters()):
             run_init_method(parameter)
     targets = [parameter for parameter in model.parameters() if _is_target(parameter)]
-    if targets or blank_buffers(model):
+    if targets or uninitialized_names(model)[1]:
         _Visits(model, targets, init).run(_with_blanks(model))
-        _settle_buffers(model)
-    parameters, buffers = blank_parameters(model), blank_buffers(model)
+        _recheck_buffers(model)
+    parameters, buffers = uninitialized_names(model)
     promised = {name for name, p in model.named_parameters() if isinstance(p, DistributedParameter) and p._initialized}
     parameters = [name for name in parameters if name not in promised]
     if parameters or buffers:
-        raise ConfigError(f"{named(parameters, buffers)} have no values after initialisation. {_REMEDY}")
+        raise ConfigError(f"{list_names(parameters, buffers)} have no values after initialisation. {_REMEDY}")
 
 
-def make_unsaved_buffers(model: nn.Module) -> None:
+def initialize_unsaved_buffers(model: nn.Module) -> None:
     """Compute the buffers that no checkpoint holds, and leave all else of ``model`` as it is."""
-    place_buffers(_with_meta_buffers(model), current().device)
+    materialize_buffers(_with_meta_buffers(model), current().device)
     wanted = {id(module) for module in model.modules() if any(_unsaved_blanks(module))}
     if wanted:
         _Visits(model, [], None).run(wanted)
-        _settle_buffers(model)
+        _recheck_buffers(model)
 
 
 def run_init_method(parameter: DistributedParameter) -> None:
@@ -91,7 +90,7 @@ def run_init_method(parameter: DistributedParameter) -> None:
 @contextmanager
 def initializing() -> Iterator[None]:
     """Run code that initialises whole tensors: without gradients, and not on the meta device."""
-    with torch.no_grad(), reading_parts(), off_meta():
+    with torch.no_grad(), reading_parts(), off_meta_device():
         yield
 
 
@@ -149,12 +148,12 @@ class _Visits:
                 f"The initialisation of {type(module).__name__} gave it other parameters than it had, which would not be"
                 " sharded. Write to the parameters that are there: torch.nn.init.normal_(self.weight), say."
             )
-        place_buffers([module], current().device)
+        materialize_buffers([module], current().device)
 
     def _lacks_values(self, module: nn.Module) -> bool:
         own = [buffer for buffer in module._buffers.values() if buffer is not None]
         for buffer in own:
-            settle_buffer(buffer)
+            mark_if_nan_is_left(buffer)
         return self._wholes.lacks_values(module) or not all(has_values(buffer) for buffer in own)
 
 
@@ -217,6 +216,6 @@ def _unsaved_blanks(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _settle_buffers(model: nn.Module) -> None:
+def _recheck_buffers(model: nn.Module) -> None:
     for buffer in model.buffers():
-        settle_buffer(buffer)
+        mark_if_nan_is_left(buffer)

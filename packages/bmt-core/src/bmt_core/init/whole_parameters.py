@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter, lend_data
-from bmt_core.params.uninitialized import has_values, is_poisoned, knows_nan, mark_blank, poison
+from bmt_core.params.uninitialized import can_hold_nan, fill_with_nan, has_nan, has_values, mark_uninitialized
 
 
 class _Whole(NamedTuple):
@@ -96,11 +96,11 @@ class WholeParameters(TorchFunctionMode):
         whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
         had_values = has_values(
             parameter
-        )  # the same on every rank: see [Note: blanks] in bmt_core.params.uninitialized
+        )  # the same on every rank: see [Note: uninitialized tensors] in bmt_core.params.uninitialized
         if had_values:
             self._gather(parameter, whole)
         else:
-            poison(whole)
+            fill_with_nan(whole)
         lend_data(parameter, whole)
         self._held[key] = _Whole(parameter, part, is_kept, had_values, parameter._version)
 
@@ -127,16 +127,16 @@ class WholeParameters(TorchFunctionMode):
         if held.is_kept and key in self._filled:
             held.part.copy_(held.parameter.local_part(whole))
         elif not held.had_values:
-            mark_blank(held.parameter)  # again, as its version has moved
+            mark_uninitialized(held.parameter)  # again, as its version has moved
 
     def _look(self, key: int, held: _Whole) -> None:
         if held.is_kept and key in self._filled:
             return
         parameter = held.parameter
-        if held.had_values or not knows_nan(parameter):
+        if held.had_values or not can_hold_nan(parameter):
             is_written = parameter._version != held.version
         else:
-            is_written = not is_poisoned(parameter)
+            is_written = not has_nan(parameter)
         if is_written:
             self._written.add(key)
             if held.is_kept:
