@@ -1,4 +1,4 @@
-"""Initialisation that does not depend on the number of ranks."""
+"""``init_parameters``: initial values that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
