@@ -225,6 +225,38 @@ def test_a_function_has_the_last_word_as_if_applied_after_construction() -> None
         torch.testing.assert_close(result, dict(model.state_dict()), rtol=0, atol=0)
 
 
+class Scaled(Model):
+    """As older GPT-2 models: what matters is drawn again in a loop over the names inside, of one module and of all."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.1)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+        for name, parameter in module.named_parameters():
+            if name.endswith("down.weight"):
+                parameter.data.normal_(std=0.01)
+
+
+def scaled() -> Any:
+    with torch.device("meta"):
+        model = Scaled(ties=False)
+    torch.manual_seed(4)
+    return dict(BMTrainModelWrapper(model).state_dict()), torch.rand(2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_init_weights_may_reach_into_blocks_by_name(world_size: int) -> None:
+    model = Scaled(ties=False)
+    torch.manual_seed(4)
+    model.apply(model._init_weights)
+    expected = dict(model.state_dict()), torch.rand(2)
+    for result in run_ranks(scaled, world_size):
+        for state in (result[0], expected[0]):  # apply() draws the tied weight twice and keeps the second
+            state.pop("embedding.weight", None), state.pop("head.weight", None)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
 def all_at_once(module: nn.Module) -> None:
     if isinstance(module, Model):
         for parameter in list(module.parameters()):
