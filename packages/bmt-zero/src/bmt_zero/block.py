@@ -21,7 +21,7 @@ from bmt_core.modules.distributed_module import (
     whole_value,
 )
 from bmt_core.modules.outermost_call import forward_scope
-from bmt_core.params.uninitialized import is_watched, place_buffers, require_values, watch_for_values
+from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import never_compiled
@@ -53,7 +53,7 @@ class Block(nn.Module):
     Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
     """
 
-    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.init.module_init
+    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.init.whole_parameters
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):
@@ -89,9 +89,9 @@ class Block(nn.Module):
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
         )
-        place_buffers(self.modules(), current().device)
+        materialize_buffers(self.modules(), current().device)
         self._bmt_block.block.refresh(self)
-        watch_for_values(self)
+        check_values_at_first_call(self)
         for parameter in self._bmt_block.block.parameters():
             parameter._initialized = initialized
 
@@ -101,8 +101,7 @@ class Block(nn.Module):
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
-        if is_watched(self):
-            require_values(self)
+        require_values(self)
         with forward_scope(self):
             return engine.run(self, super().__call__, args, kwargs)
 

@@ -18,7 +18,7 @@ from bmt_core.checkpoint.plan import LoadPlan, plan_load
 from bmt_core.checkpoint.torch_file import packed, unpacked
 from bmt_core.comm.objects import broadcast_object, together
 from bmt_core.comm.protocols import Group
-from bmt_core.params.uninitialized import off_meta
+from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
 
 
@@ -33,7 +33,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *,
     With ``strict`` False keys that only the file or only the model has are left out, as torch does. Returns torch's
     named tuple ``(missing_keys, unexpected_keys)``.
     """
-    with off_meta():
+    with off_meta_device():
         return _load(model, Path(path), strict, format)
 
 

@@ -22,7 +22,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.shard import Shard, even_ranges
-from bmt_core.params.uninitialized import blank_whole, has_values, mark_blank
+from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates
 
@@ -67,7 +67,7 @@ class DistributedParameter(torch.nn.Parameter):
         self = torch.Tensor._make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
         self._set_place(shard, init_method, tp_mode, tp_split_dim)
         if not has_values(data):
-            mark_blank(self)
+            mark_uninitialized(self)
         return self
 
     @property
@@ -95,7 +95,7 @@ class DistributedParameter(torch.nn.Parameter):
         Collective.
         """
         if not has_values(self):
-            return blank_whole(self.full_shape, self.dtype)
+            return read_uninitialized(self.full_shape, self.dtype)
         if self._sum is not None:
             self._sum.forget_if_cleared()
         self._wait_for_updates()
@@ -231,9 +231,9 @@ class DistributedParameter(torch.nn.Parameter):
     def _set_history(self, history: tuple[bool, bool, int | None, bool]) -> None:
         # Whether the values are final; whether several Blocks use it, and none may shard it with its own; which of its
         # Block's flat shards it lies in, so that laying out again changes no rank's part; whether it has no values.
-        self._initialized, self._shared, self._flat_index, is_blank = history
-        if is_blank:
-            mark_blank(self)
+        self._initialized, self._shared, self._flat_index, is_uninitialized = history
+        if is_uninitialized:
+            mark_uninitialized(self)
 
     def _gradient_sum(self) -> GradientSum:
         if self._sum is None:
@@ -265,7 +265,7 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     So modules, ties and optimizers that hold it already go on holding the right thing. A parameter without values
     stays without.
     """
-    is_blank = not has_values(parameter)
+    is_uninitialized = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
         _check(parameter)
         if parameter.is_meta:
@@ -286,8 +286,8 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     result: DistributedParameter = made
     if result.grad is not None and result.grad.shape != part.shape:
         result.grad = None
-    if is_blank:
-        mark_blank(result)
+    if is_uninitialized:
+        mark_uninitialized(result)
     return result
 
 
