@@ -22,8 +22,8 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from bmt_optim.host_schedule import HostSchedule
-from bmt_optim.host_shard import HostShard
+from bmt_optim.offload.chunks import HostSchedule
+from bmt_optim.offload.host_shard import HostShard
 from bmt_zero import Block, TransformerBlockList
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from bmt_core.params.parameter import DistributedParameter
-from bmt_optim.run import kernels_for, world
+from bmt_optim.current_run import kernels_for, world
 
 
 def clip(

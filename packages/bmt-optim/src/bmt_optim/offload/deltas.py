@@ -9,7 +9,7 @@ import torch
 
 from bmt_core.ops import read_master
 from bmt_core.params.parameter import DistributedParameter
-from bmt_optim.run import world
+from bmt_optim.current_run import world
 
 
 class Deltas:

@@ -38,7 +38,7 @@ def no_host_reads() -> Iterator[None]:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the manager leave the flag on the device, as it does on CUDA."""
-    monkeypatch.setattr("bmt_optim.optim_manager._is_free_to_read", lambda flag: False)
+    monkeypatch.setattr("bmt_optim.manager._is_free_to_read", lambda flag: False)
 
 
 # Scaling
@@ -185,7 +185,7 @@ def test_flag_left_on_the_device_leads_to_the_same_training(deferred: None, kind
     results = []
     for free in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("bmt_optim.optim_manager._is_free_to_read", lambda flag, free=free: free)
+            patch.setattr("bmt_optim.manager._is_free_to_read", lambda flag, free=free: free)
             p = parameter()
             optimizer = KINDS[kind]([p])
             schedule = Linear(optimizer, 0.1, 2, 30)

@@ -10,10 +10,10 @@ import torch
 
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag, read_master, write_master
-from bmt_optim.beside import Beside
-from bmt_optim.logical_state import load_logical_state, logical_state
-from bmt_optim.run import kernels_on
-from bmt_optim.updates import OwnerUpdates, State, Update, UpdatePlan
+from bmt_optim.adam.update_plan import OwnerUpdates, State, Update, UpdatePlan
+from bmt_optim.adam.update_stream import Beside
+from bmt_optim.current_run import kernels_on
+from bmt_optim.state.logical_state import load_logical_state, logical_state
 
 MASTER = "_param_fp32"
 REMAINDER = "_param_remainder"
@@ -138,8 +138,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """Return the state as torch does; masters, or their remainders, are part of it.
 
-        ``gather``: ``{"parameters": ..., "groups": ...}`` with whole tensors by parameter (see :mod:`bmt_optim.logical_state`),
-        which are collected on rank 0, one by one, and are empty on the others. Collective then.
+        ``gather``: ``{"parameters": ..., "groups": ...}`` with whole tensors by parameter (see
+        :mod:`bmt_optim.state.logical_state`), which are collected on rank 0, one by one, and are empty on the others. Collective then.
         """
         self.settle()
         self.wait()

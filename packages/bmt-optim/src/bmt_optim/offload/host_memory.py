@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bmt_optim import host_worker
+from bmt_optim.offload import worker
 
 CHUNK = 1 << 24
 """Elements that are copied and stepped at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy is exposed."""
@@ -39,7 +39,7 @@ class HostMemory:
             tensor = torch.empty(numel, dtype=dtype, pin_memory=is_locked)
             return tensor.zero_()
         memory = _map(size)
-        host_worker.submit(lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]).result()
+        worker.submit(lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]).result()
         _lock(memory, device)
         weakref.finalize(self, _unlock, memory, device).atexit = False
         return memory.view(dtype)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 
 from bmt_core.run.lanes import Mark
-from bmt_optim.copies import Copies, Done
-from bmt_optim.host_schedule import HostSchedule
-from bmt_optim.host_update import Arrival
-from bmt_optim.on_host import OnHost
+from bmt_optim.offload.chunks import HostSchedule
+from bmt_optim.offload.copies import Copies, Done
+from bmt_optim.offload.host_number import OnHost
+from bmt_optim.offload.host_update import Arrival
 
 
 @dataclass

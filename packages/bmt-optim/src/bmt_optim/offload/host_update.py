@@ -18,10 +18,10 @@ import torch
 
 from bmt_core.ops import Kernels
 from bmt_core.run.runtime import is_initialized, rank
-from bmt_optim.copies import Copies, Done
-from bmt_optim.deltas import Deltas
-from bmt_optim.host_schedule import HostSchedule, Pair, Rows
-from bmt_optim.on_host import OnHost
+from bmt_optim.offload.chunks import HostSchedule, Pair, Rows
+from bmt_optim.offload.copies import Copies, Done
+from bmt_optim.offload.deltas import Deltas
+from bmt_optim.offload.host_number import OnHost
 
 
 @dataclass

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from bmt_core.run.lanes import Mark
-from bmt_optim.copies import Copies, Done
-from bmt_optim.host_memory import CHUNK
-from bmt_optim.host_shard import HostShard, flat_gradient, shaped_like
-from bmt_optim.updates import Update
+from bmt_optim.adam.update_plan import Update
+from bmt_optim.offload.copies import Copies, Done
+from bmt_optim.offload.host_memory import CHUNK
+from bmt_optim.offload.host_shard import HostShard, flat_gradient, shaped_like
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

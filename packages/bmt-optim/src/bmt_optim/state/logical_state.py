@@ -19,10 +19,10 @@ from bmt_core.comm.objects import all_gather_object, broadcast_object, together
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
-from bmt_optim.run import world
+from bmt_optim.current_run import world
 
 if TYPE_CHECKING:
-    from bmt_optim.optim_manager import OptimManager
+    from bmt_optim.manager import OptimManager
 
 Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Parameter]
 State = dict[str, dict[str, Any]]

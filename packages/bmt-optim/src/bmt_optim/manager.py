@@ -31,12 +31,12 @@ from bmt_core.ops import HostFlag
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
-from bmt_optim.logical_state import Named, load_logical_state, logical_state
+from bmt_optim.current_run import kernels_for, world
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
 from bmt_optim.plain_gradients import PlainGradients
-from bmt_optim.rank_state import check_rank_state, load_rank_state, rank_state
-from bmt_optim.run import kernels_for, world
+from bmt_optim.state.logical_state import Named, load_logical_state, logical_state
+from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 
 NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")

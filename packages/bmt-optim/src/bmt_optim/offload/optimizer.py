@@ -12,18 +12,18 @@ import torch
 from bmt_core.ops import Kernels, read_master
 from bmt_core.params.owner import ParameterOwner
 from bmt_core.run.lanes import Mark
-from bmt_optim import host_worker
-from bmt_optim.adam import MASTER, REMAINDER, AdamOptimizer, settings_of
-from bmt_optim.copies import Copies, copies_of
-from bmt_optim.deltas import Deltas
-from bmt_optim.departures import Departures
-from bmt_optim.host_memory import CHUNK
-from bmt_optim.host_schedule import HostSchedule, schedules_of
-from bmt_optim.host_shard import HostShard, HostShards
-from bmt_optim.host_update import HostUpdate, run_all
-from bmt_optim.on_host import OnHost
-from bmt_optim.run import kernels_of_host
-from bmt_optim.updates import OwnerUpdates, State, UpdatePlan
+from bmt_optim.adam.optimizer import MASTER, REMAINDER, AdamOptimizer, settings_of
+from bmt_optim.adam.update_plan import OwnerUpdates, State, UpdatePlan
+from bmt_optim.current_run import kernels_of_host
+from bmt_optim.offload import worker
+from bmt_optim.offload.chunks import HostSchedule, schedules_of
+from bmt_optim.offload.copies import Copies, copies_of
+from bmt_optim.offload.deltas import Deltas
+from bmt_optim.offload.gradient_copies import Departures
+from bmt_optim.offload.host_memory import CHUNK
+from bmt_optim.offload.host_number import OnHost
+from bmt_optim.offload.host_shard import HostShard, HostShards
+from bmt_optim.offload.host_update import HostUpdate, run_all
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
@@ -42,7 +42,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
     On the CPU, where there is nowhere to go, it is :class:`AdamOptimizer`, in every bit, with no threads and no copies.
 
     An error of the host's thread is raised by the next call that needs its result, on this rank, and no shard is ever half new: see
-    [Note: all or nothing] in :mod:`bmt_optim.host_update`. States are those of :class:`AdamOptimizer` and either loads the other's.
+    [Note: all or nothing] in :mod:`bmt_optim.offload.host_update`. States are those of
+    :class:`AdamOptimizer` and either loads the other's.
 
     ``record_delta``: in every step, sum up the mean and the variance of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p over all
     parameters of half types, with b = 1 - beta**t: see :meth:`get_avg_delta`. It costs the host about another pass.
@@ -244,7 +245,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._under_way = updates
         kernels, deltas = self._kernels(), self._deltas
         try:
-            host_worker.submit(lambda: run_all(updates, flag, scale, kernels, ways, deltas))
+            worker.submit(lambda: run_all(updates, flag, scale, kernels, ways, deltas))
         except BaseException as error:  # nobody else will say that they are over
             for update in updates:
                 update.end(error)

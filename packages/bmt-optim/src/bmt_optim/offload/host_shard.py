@@ -17,8 +17,8 @@ import torch
 
 from bmt_core.ops import read_master, write_master
 from bmt_core.params.owner import owner_of
-from bmt_optim.host_memory import HostMemory
-from bmt_optim.updates import State
+from bmt_optim.adam.update_plan import State
+from bmt_optim.offload.host_memory import HostMemory
 
 MASTER = "_param_fp32"
 REMAINDER = "_param_remainder"

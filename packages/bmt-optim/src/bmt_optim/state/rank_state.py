@@ -9,7 +9,7 @@ import torch
 
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import rank
-from bmt_optim.run import world
+from bmt_optim.current_run import world
 
 _WAY_OUT = "Save with state_dict(gather_opt=True) to load at any world size."
 
