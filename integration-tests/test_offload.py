@@ -22,7 +22,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from bmt_optim.offload.chunks import HostSchedule
+from bmt_optim.offload.chunks import ShardChunks
 from bmt_optim.offload.host_shard import HostShard
 from bmt_zero import Block, TransformerBlockList
 
@@ -105,15 +105,15 @@ def departures(max_norm: float | None, micro_batches: int) -> list[int]:
     def refuse(shard: Any, p: Any) -> None:
         raise AssertionError("nobody wrote a weight")
 
-    leave, read = HostSchedule.leave, HostShard._read_weight
-    HostSchedule.leave = count  # type: ignore[method-assign]
+    leave, read = ShardChunks.copy_gradients, HostShard._read_weight
+    ShardChunks.copy_gradients = count  # type: ignore[method-assign]
     try:
         for number in range(4):
             late.append(0)
             training.step(number)
             HostShard._read_weight = refuse  # type: ignore[method-assign]
     finally:
-        HostSchedule.leave, HostShard._read_weight = leave, read  # type: ignore[method-assign]
+        ShardChunks.copy_gradients, HostShard._read_weight = leave, read  # type: ignore[method-assign]
     return late
 
 

@@ -112,7 +112,7 @@ def test_a_flag_skips_and_a_scale_divides_as_for_adam(dtype: torch.dtype, kind: 
             optimizer.found_inf = torch.full((), float(step == 2))
             optimizer.grad_scale = torch.full((), 8.0)
             optimizer.step()
-            optimizer.settle()
+            optimizer.read_outcome()
         assert same(ours, theirs) and states_are_same(offloaded, adam)
     assert {state["step"] for state in offloaded.state.values()} == {4}
 

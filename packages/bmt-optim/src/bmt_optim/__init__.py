@@ -3,9 +3,8 @@
 from bmt_optim import lr_scheduler
 from bmt_optim.adam.optimizer import AdamOptimizer
 from bmt_optim.by_name import available, create
-from bmt_optim.manager import OptimManager
+from bmt_optim.manager import OptimManager, gather_state, scatter_state
 from bmt_optim.offload.optimizer import AdamOffloadOptimizer
-from bmt_optim.state.logical_state import gather_state, scatter_state
 
 __all__ = [
     "AdamOffloadOptimizer",

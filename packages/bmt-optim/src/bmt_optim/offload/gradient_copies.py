@@ -1,85 +1,91 @@
-"""``Departures``: gradients on their way to the host while the backward pass goes on.
+"""``GradientCopies``: copies of reduced gradients to host memory, started during backward and checked at the step.
 
-As soon as the reduction of a block's gradients was started, its copy is queued behind it. Whether the copy may be used shows at
-the step: the gradients must be the memory that was copied, in the version that was copied. ``OptimManager`` says by what it
-multiplies gradients (:meth:`Departures.scaling`), so clipping needs no second copy. Any other change does; a shard to which that
-happened stays with copies at the step.
+When the last reduction of a Block's gradients was queued, their copy to the host is queued behind it. At the step the copy is used
+if the gradients are still the memory that was copied, in the version that was copied. Clipping writes to them; but ``OptimManager``
+says by what it multiplies gradients (:meth:`GradientCopies.scaling`), and the host multiplies its copy. After any other change
+the gradients are copied again, and from then on those of this shard are copied at the step only.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from bmt_core.run.lanes import Mark
-from bmt_optim.offload.chunks import HostSchedule
-from bmt_optim.offload.copies import Copies, Done
-from bmt_optim.offload.host_number import OnHost
-from bmt_optim.offload.host_update import Arrival
+from bmt_optim.offload.chunks import ShardChunks
+from bmt_optim.offload.copies import Copied, Copies, HostNumber
 
 
 @dataclass
-class _Departure:
-    schedule: HostSchedule
+class GradientCopy:
+    """A copy of the gradients of one shard: the end of each chunk's copy, and what the host is to multiply it by."""
+
+    chunks: ShardChunks
+    copied: list[Copied]
+    factor: HostNumber | None = None
+
+
+@dataclass
+class _EarlyCopy:
+    """A copy that was started during backward, from ``flat`` as it was in ``version``, and the factors that it lacks since."""
+
+    chunks: ShardChunks
+    copied: list[Copied]
     flat: weakref.ref[torch.Tensor]
     version: int
-    chunks: list[Done]
     factors: list[torch.Tensor] = field(default_factory=list)
 
-    def is_intact(self) -> bool:
+    def is_current(self) -> bool:
         flat = self.flat()
-        return flat is not None and flat._version == self.version and self.schedule.lies_in(flat)
+        return flat is not None and flat._version == self.version and self.chunks.gradients_lie_in(flat)
 
 
-class Departures:
-    """What has left since the last step, by schedule."""
+class GradientCopies:
+    """The copies since the last step, by shard."""
 
     def __init__(self) -> None:
-        self._left: dict[HostSchedule, _Departure] = {}
-        self._stays: set[HostSchedule] = set()
+        self._early: dict[ShardChunks, _EarlyCopy] = {}
+        self._only_at_step: set[ShardChunks] = set()
 
-    def leave(self, schedule: HostSchedule, flat: torch.Tensor, mark: Mark, copies: Copies) -> None:
-        """Start copying gradients that are, after ``mark``, in ``flat``, laid out like the parameters' storage."""
-        shard = schedule.shard
-        if schedule in self._stays or flat.dtype != shard.dtype or flat.numel() < shard.begin + shard.length:
+    def start(self, chunks: ShardChunks, flat: torch.Tensor, done: Mark, copies: Copies) -> None:
+        """Start copying gradients that are, after ``done``, in ``flat``, laid out like the parameters' storage."""
+        shard = chunks.shard
+        if chunks in self._only_at_step or flat.dtype != shard.dtype or flat.numel() < shard.begin + shard.length:
             return
-        chunks = schedule.leave_early(flat, mark, copies)
-        self._left[schedule] = _Departure(schedule, weakref.ref(flat), flat._version, chunks)
+        copied = chunks.copy_reduced(flat, done, copies)
+        self._early[chunks] = _EarlyCopy(chunks, copied, weakref.ref(flat), flat._version)
 
-    def arrival(self, schedule: HostSchedule, copies: Copies) -> Arrival:
-        """Return when the gradients are there: of what has left if it is the truth still, otherwise of a copy that starts now."""
-        departure = self._left.pop(schedule, None)
-        if departure is None:
-            return Arrival(schedule, schedule.leave(copies))
-        if not departure.is_intact():
-            self._stays.add(schedule)
-            return Arrival(schedule, schedule.leave(copies))
-        clip = None
-        if departure.factors:
-            clip = OnHost(torch.stack([factor.reshape(()) for factor in departure.factors]).prod())
-        return Arrival(schedule, departure.chunks, clip)
+    def take(self, chunks: ShardChunks, copies: Copies) -> GradientCopy:
+        """Return the copy that was started during backward if it is up to date, otherwise one that starts now."""
+        early = self._early.pop(chunks, None)
+        if early is not None and early.is_current():
+            factor = None
+            if early.factors:
+                factor = HostNumber(torch.stack([factor.reshape(()) for factor in early.factors]).prod())
+            return GradientCopy(chunks, early.copied, factor)
+        if early is not None:
+            self._only_at_step.add(chunks)
+        return GradientCopy(chunks, chunks.copy_gradients(copies))
 
     @contextmanager
     def scaling(self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | None) -> Iterator[None]:
         """Inside, the gradients of ``parameters`` are multiplied by ``factor``; None: by 1, or by 0 if the step is skipped."""
         scaled = set(parameters)
-        touched = [d for d in self._left.values() if d.is_intact() and not scaled.isdisjoint(d.schedule.params)]
-        for departure in touched:
-            if factor is not None and departure.chunks:
-                departure.chunks[-1].wait()  # what is being copied must not change
+        touched = [e for e in self._early.values() if e.is_current() and not scaled.isdisjoint(e.chunks.params)]
+        for early in touched:
+            if factor is not None and early.copied:
+                early.copied[-1].wait()  # what is being copied must not change
         yield
-        for departure in touched:
-            if scaled.issuperset(departure.schedule.params):
-                flat = departure.flat()
-                departure.version = -1 if flat is None else flat._version
-                departure.factors += [] if factor is None else [factor]
+        for early in touched:
+            if scaled.issuperset(early.chunks.params):
+                flat = early.flat()
+                early.version = -1 if flat is None else flat._version
+                early.factors += [] if factor is None else [factor]
 
-    def clear(self, schedules: Sequence[HostSchedule] | None = None) -> None:
-        """Forget everything: the step has come. With ``schedules``, forget what was learnt about others, too."""
-        self._left.clear()
-        if schedules is not None:
-            self._stays.intersection_update(schedules)
+    def clear(self) -> None:
+        """Forget all copies: the step has come."""
+        self._early.clear()

@@ -1,8 +1,8 @@
 """``HostMemory``: memory of the host that the device copies from and to by itself.
 
 Page-locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
-states of a large model is up to twice the memory. It is cleared chunk by chunk by the threads that will step those chunks, which on
-machines with several memory controllers decides where it lies, and asks for large pages, across which processors read ahead.
+states of a large model is up to twice the memory. The worker's threads, which will step it, clear it first, chunk by chunk: on
+machines with several memory controllers that decides where it lies. It asks for large pages, across which processors read ahead.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class HostMemory:
         is_locked = device.type == "cuda"
         size = numel * dtype.itemsize
         if not is_locked or size < SMALL:
-            tensor = torch.empty(numel, dtype=dtype, pin_memory=is_locked)
-            return tensor.zero_()
+            return torch.empty(numel, dtype=dtype, pin_memory=is_locked).zero_()
         memory = _map(size)
         worker.submit(lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]).result()
         _lock(memory, device)

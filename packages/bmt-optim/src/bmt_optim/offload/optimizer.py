@@ -1,29 +1,31 @@
-"""``AdamOffloadOptimizer``: Adam whose states live on the host, stepped there chunk by chunk beside the device's work."""
+"""``AdamOffloadOptimizer``: Adam whose states are in host memory, where a thread steps them while the device works."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 
-from bmt_core.ops import Kernels, read_master
-from bmt_core.params.owner import ParameterOwner
+from bmt_core.ops import Kernels
+from bmt_core.params.owner import ReductionWatcher
 from bmt_core.run.lanes import Mark
-from bmt_optim.adam.optimizer import MASTER, REMAINDER, AdamOptimizer, settings_of
-from bmt_optim.adam.update_plan import OwnerUpdates, State, UpdatePlan
-from bmt_optim.current_run import kernels_of_host
+from bmt_optim.adam.optimizer import AdamOptimizer
+from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State
+from bmt_optim.adam.update_plan import OwnerUpdates, UpdatePlan
+from bmt_optim.current_run import device_of, host_kernels
 from bmt_optim.offload import worker
-from bmt_optim.offload.chunks import HostSchedule, schedules_of
-from bmt_optim.offload.copies import Copies, copies_of
-from bmt_optim.offload.deltas import Deltas
-from bmt_optim.offload.gradient_copies import Departures
+from bmt_optim.offload.chunks import ShardChunks
+from bmt_optim.offload.copies import Copies, CudaCopies, HostNumber
+from bmt_optim.offload.deltas import Deltas, copied_masters
+from bmt_optim.offload.gradient_copies import GradientCopies
 from bmt_optim.offload.host_memory import CHUNK
-from bmt_optim.offload.host_number import OnHost
 from bmt_optim.offload.host_shard import HostShard, HostShards
 from bmt_optim.offload.host_update import HostUpdate, run_all
+
+CPU = torch.device("cpu")
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
@@ -61,13 +63,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
     chunk: ClassVar[int] = CHUNK
 
     _shards: HostShards
-    _schedules: list[tuple[OwnerUpdates, list[HostSchedule]]]
-    _scheduled: object
-    _departures: Departures
+    _offloaded: list[tuple[OwnerUpdates, list[ShardChunks]]]
+    """The updates that the host makes, in their order, each with the chunks of its shards."""
+    _offloaded_plan: object
+    _gradient_copies: GradientCopies
     _under_way: list[HostUpdate]
     _copies: dict[torch.device, Copies]
     _deltas: Deltas | None
-    _chosen: Kernels | None
+    _kernels_on_host: Kernels | None
 
     def __init__(
         self,
@@ -111,85 +114,64 @@ class AdamOffloadOptimizer(AdamOptimizer):
             update.wait()
         self._under_way = []
 
-    @contextmanager
     def scaling_gradients(
-        self, parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor | None
-    ) -> Iterator[None]:
-        """Inside, the caller multiplies gradients by ``factor``, on the device; None: clears them if the step will be skipped.
-
-        So copies of them that have left already can be used.
-        """
-        with self._departures.scaling(parameters, factor):
-            yield
+        self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
+    ) -> AbstractContextManager[object]:
+        """See :meth:`ManagedOptimizer.scaling_gradients`: copies that were started before can be used nevertheless."""
+        return self._gradient_copies.scaling(parameters, factor)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten then: load the parameters too."""
-        under_way = self._under_way
+        under_way = (
+            self._under_way
+        )  # loading resets the optimizer, but the owners of the parameters have the updates still
         super().load_state_dict(state_dict)
         for update in under_way:
-            update.forgive(p for group in self.param_groups for p in group["params"])
-
-    def portable_state(self, p: torch.nn.Parameter) -> State:
-        """See :meth:`AdamOptimizer.portable_state`; tensors of offloaded parameters are the host's own."""
-        if not self._offloads(p.device):
-            return super().portable_state(p)
-        self.wait()
-        state = dict(self.state.get(p, {}))
-        if REMAINDER in state:
-            remainder, shard = state.pop(REMAINDER), self._shards.find(p)
-            is_ours = shard is not None and shard.holds(remainder)
-            weight = shard.weight_of(p) if shard is not None and is_ours else p.detach().to("cpu", torch.bfloat16)
-            state[MASTER] = read_master(weight, remainder)
-        return state
+            update.note_loaded(p for group in self.param_groups for p in group["params"])
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step.
 
         A failed step is forgotten when the states of all that it should have stepped were loaded: load the parameters too.
         """
-        if not self._offloads(p.device):
-            super().load_portable_state(p, state)
-            return
-        self._let_finish()
-        self.state.pop(p, None)
+        super().load_portable_state(p, state)
         for update in self._under_way:
-            update.forgive([p])
-        if state:
-            self.state[p] = {key: _on_host(value) for key, value in state.items()}
+            update.note_loaded([p])
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()
-        self.wait()
         return {**super().__getstate__(), "record_delta": self.record_delta}
 
-    def _let_finish(self) -> None:
-        super()._let_finish()
+    def _wait_despite_errors(self) -> None:
+        super()._wait_despite_errors()
         for update in self._under_way:
-            update.let_finish()
+            update.wait_despite_error()
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _reset(self) -> None:
+        super()._reset()
         self._shards = HostShards()
-        self._schedules, self._scheduled = [], None
-        self._departures = Departures()
+        self._offloaded, self._offloaded_plan = [], None
+        self._gradient_copies = GradientCopies()
         self._under_way = []
         self._copies = {}
         self._deltas = None
-        self._chosen = None
+        self._kernels_on_host = None
 
     def _offloads(self, device: torch.device) -> bool:
-        """Whether parameters on ``device`` have their states elsewhere."""
+        """Whether parameters on ``device`` have their states on the host."""
         return device.type != "cpu"
 
     def _kernels(self) -> Kernels:
-        if self._chosen is None:
-            self._chosen = kernels_of_host()
-        return self._chosen
+        if self._kernels_on_host is None:
+            self._kernels_on_host = host_kernels()
+        return self._kernels_on_host
 
     def _is_compact(self, p: torch.nn.Parameter) -> bool:
         if not self._offloads(p.device) or p.dtype != torch.bfloat16:
             return super()._is_compact(p)
         return self._kernels().has_compact_adam if self.compact_master is None else self.compact_master
+
+    def _state_device(self, p: torch.nn.Parameter) -> torch.device:
+        return CPU if self._offloads(p.device) else p.device
 
     def _state_of(self, p: torch.nn.Parameter) -> State:
         if not self._offloads(p.device):
@@ -198,136 +180,130 @@ class AdamOffloadOptimizer(AdamOptimizer):
         self._shard_of(p).adopt(p, state)
         return state
 
+    def _weight_for(self, remainder: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+        shard = self._shards.find(p)
+        is_in_shard = shard is not None and shard.holds(remainder)
+        return shard.weight_of(p) if shard is not None and is_in_shard else super()._weight_for(remainder, p)
+
     def _shard_of(self, p: torch.nn.Parameter) -> HostShard:
         everyone = [other for group in self.param_groups for other in group["params"]]
         return self._shards.make(p, everyone, is_compact=self._is_compact(p))
 
     def _updates(self) -> list[OwnerUpdates]:
-        if not self._shards.are_still_there():
-            self._shards.forget_moved()
+        if self._shards.forget_moved():
             self._plan = UpdatePlan()
         return super()._updates()
 
     def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         self._deltas = Deltas() if self.record_delta else None
-        here = [lot for lot in plan if not self._offloads(lot.updates[0].device)]
-        super()._run(here, divisor, skip)
-        if self._scheduled is not plan:
-            self._schedule([lot for lot in plan if self._offloads(lot.updates[0].device)])
-            self._scheduled = plan
+        super()._run([u for u in plan if not self._offloads(u.device)], divisor, skip)
+        if self._offloaded_plan is not plan:
+            self._divide_into_chunks([u for u in plan if self._offloads(u.device)])
+            self._offloaded_plan = plan
         if vars(self).get("grad_scale", 1) is None:
             # GradScaler.unscale_() was called, which torch does not count as a change of the gradients.
-            self._departures.clear()
-        if self._schedules:
+            self._gradient_copies.clear()
+        if self._offloaded:
             self._run_on_host(divisor, skip)
-        self._departures.clear()
+        self._gradient_copies.clear()
 
-    def _schedule(self, lots: Sequence[OwnerUpdates]) -> None:
-        self._schedules = []
-        for lot in lots:
-            for part in [lot] if lot.owner is not None else _one_by_one(lot):
-                shards = [self._shard_of(p) for update in part.updates for p in update.params]
-                self._schedules.append((part, schedules_of(shards, part.updates, chunk=self.chunk)))
-        # Those for whom step() waits come first; the others in the order in which forward needs them.
-        self._schedules.sort(key=lambda entry: _overlaps(entry[0]))
-        self._departures.clear([schedule for _, schedules in self._schedules for schedule in schedules])
-        for part, schedules in self._schedules:
-            if part.owner is not None and len(schedules) == 1:
-                part.owner.watch_reductions(_Watcher(self, schedules[0]))
+    def _divide_into_chunks(self, plan: Sequence[OwnerUpdates]) -> None:
+        self._offloaded = []
+        for of_owner in plan:
+            # What has no owner lies alone: each update by itself.
+            parts = [of_owner] if of_owner.owner is not None else [OwnerUpdates(None, [u]) for u in of_owner.updates]
+            for part in parts:
+                shards = dict.fromkeys(self._shard_of(p) for update in part.updates for p in update.params)
+                chunks = [ShardChunks(shard, part.updates, chunk=self.chunk) for shard in shards]
+                self._offloaded.append((part, chunks))
+        # Those that step() waits for come first; the others in the order in which the forward pass needs them.
+        self._offloaded.sort(key=lambda entry: entry[0].overlaps_forward)
+        self._gradient_copies = GradientCopies()
+        for part, chunks in self._offloaded:
+            owner = part.owner
+            if owner is not None and len(chunks) == 1:
+                owner.watch_reductions(_copy_when_reduced(weakref.ref(self), weakref.ref(chunks[0])))
 
     def _run_on_host(self, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
-        scale = OnHost(divisor) if isinstance(divisor, torch.Tensor) else divisor
-        flag = None if skip is None else OnHost(skip)
-        ways = [self._copies_for(part.updates[0].device) for part, _ in self._schedules]
-        for way in dict.fromkeys(ways):
-            way.begin()
-        updates = [self._prepare(*entry, way) for entry, way in zip(self._schedules, ways, strict=True)]
+        scale = HostNumber(divisor) if isinstance(divisor, torch.Tensor) else divisor
+        flag = None if skip is None else HostNumber(skip)
+        copies = [self._copies_for(part.device) for part, _ in self._offloaded]
+        for of_device in dict.fromkeys(copies):
+            of_device.begin()
+        updates = [self._prepare(*entry, c) for entry, c in zip(self._offloaded, copies, strict=True)]
         self._under_way = updates
         kernels, deltas = self._kernels(), self._deltas
         try:
-            worker.submit(lambda: run_all(updates, flag, scale, kernels, ways, deltas))
+            worker.submit(lambda: run_all(updates, flag, scale, kernels, copies, deltas))
         except BaseException as error:  # nobody else will say that they are over
             for update in updates:
                 update.end(error)
             raise
-        for (part, schedules), update in zip(self._schedules, updates, strict=True):
-            self._tell(part, schedules, update)
+        for (part, chunks), update in zip(self._offloaded, updates, strict=True):
+            self._tell_owner(part, chunks, update)
 
-    def _prepare(self, part: OwnerUpdates, schedules: Sequence[HostSchedule], way: Copies) -> HostUpdate:
-        for schedule in schedules:
-            schedule.shard.refresh(schedule.params)
-        arrivals = [self._departures.arrival(schedule, way) for schedule in schedules]
-        settings = {id(update): settings_of(update, update.advance()) for update in part.updates}
+    def _prepare(self, part: OwnerUpdates, chunks: Sequence[ShardChunks], copies: Copies) -> HostUpdate:
+        for c in chunks:
+            c.shard.refresh(c.params)
+        gradients = [self._gradient_copies.take(c, copies) for c in chunks]
+        settings = {id(update): update.settings(update.count_step()) for update in part.updates}
         held = [update for update in part.updates if settings[id(update)]["hold"]]
         for update in part.updates:
             if update not in held:  # what is written later has no version counter of its own
                 torch.autograd.graph.increment_version(update.params)
-        for schedule in schedules:
-            schedule.shard.note_versions(schedule.params)
-        return HostUpdate(arrivals, settings, [pair for schedule in schedules for pair in schedule.way_back(held)])
+        for c in chunks:
+            c.shard.note_versions(c.params)
+        return HostUpdate(gradients, settings, [pair for c in chunks for pair in c.stepped_weights(held)])
 
-    def _tell(self, part: OwnerUpdates, schedules: Sequence[HostSchedule], update: HostUpdate) -> None:
-        owner = part.owner
-        if not _overlaps(part) or owner is None:
+    def _tell_owner(self, part: OwnerUpdates, chunks: Sequence[ShardChunks], update: HostUpdate) -> None:
+        owner, overlaps = part.owner, part.overlaps_forward
+        if not overlaps:
             update.wait()
-        if owner is None:
-            return
-        if _overlaps(part):
-            owner.note_update(update, [p.grad for schedule in schedules for p in schedule.params])
-        else:
+        if owner is not None and overlaps:
+            owner.note_update(update, [p.grad for c in chunks for p in c.params])
+        elif owner is not None:
             owner.note_update()
 
-    def _update(self, lot: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+    def _update(self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         deltas = self._deltas
         if deltas is None or (skip is not None and bool(skip)):
-            super()._update(lot, divisor, skip)
+            super()._update(of_owner, divisor, skip)
             return
-        masters = [[state.get(REMAINDER, state.get(MASTER)) for state in u.states] for u in lot.updates]
-        before = [deltas.before(u.params, column) for u, column in zip(lot.updates, masters, strict=True)]
-        super()._update(lot, divisor, skip)
-        for u, weights in zip(lot.updates, before, strict=True):
+        updates = of_owner.updates
+        before = [
+            copied_masters(u.params, [state.get(REMAINDER, state.get(MASTER)) for state in u.states]) for u in updates
+        ]
+        super()._update(of_owner, divisor, skip)
+        for u, masters in zip(updates, before, strict=True):
             means, squares = ([state[key] for state in u.states] for key in ("exp_avg", "exp_avg_sq"))
-            deltas.after(weights, means, squares, u.params, settings_of(u, u.states[0]["step"]))
+            deltas.add(masters, means, squares, u.params, u.settings(u.states[0]["step"]))
 
     def _delta(self) -> tuple[float, float]:
         if not self.record_delta:
             raise ValueError("Nothing was recorded. Make the optimizer with record_delta=True.")
         self.wait()
-        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        device = device_of(p for group in self.param_groups for p in group["params"])
         return (self._deltas or Deltas()).mean_and_variance(device)
 
     def _copies_for(self, device: torch.device) -> Copies:
         if device not in self._copies:
-            self._copies[device] = copies_of(device)
+            self._copies[device] = CudaCopies(device) if device.type == "cuda" else Copies()
         return self._copies[device]
 
-    def _leave(self, schedule: HostSchedule, flat: torch.Tensor, mark: Mark) -> None:
+    def _copy_reduced(self, chunks: ShardChunks, flat: torch.Tensor, done: Mark) -> None:
         for update in self._under_way:
             update.wait_on_host()  # the host may read the gradients of the last step still
-        self._departures.leave(schedule, flat, mark, self._copies_for(schedule.shard.device))
+        self._gradient_copies.start(chunks, flat, done, self._copies_for(chunks.shard.device))
 
 
-class _Watcher:
-    """Passes on that gradients are ready; keeps nobody alive."""
+def _copy_when_reduced(
+    optimizer: weakref.ref[AdamOffloadOptimizer], chunks: weakref.ref[ShardChunks]
+) -> ReductionWatcher:
+    """Return a watcher that starts copying the gradients of ``chunks``, as long as both are there."""
 
-    def __init__(self, optimizer: AdamOffloadOptimizer, schedule: HostSchedule) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._schedule = weakref.ref(schedule)
+    def watcher(flat: torch.Tensor, done: Mark) -> None:
+        found, its_chunks = optimizer(), chunks()
+        if found is not None and its_chunks is not None:
+            found._copy_reduced(its_chunks, flat, done)
 
-    def __call__(self, flat: torch.Tensor, mark: Mark) -> None:
-        optimizer, schedule = self._optimizer(), self._schedule()
-        if optimizer is not None and schedule is not None:
-            optimizer._leave(schedule, flat, mark)
-
-
-def _one_by_one(lot: OwnerUpdates) -> list[OwnerUpdates]:
-    return [OwnerUpdates(None, [update]) for update in lot.updates]
-
-
-def _overlaps(lot: OwnerUpdates) -> bool:
-    owner: ParameterOwner | None = lot.owner
-    return owner is not None and all(update.group["overlap_forward"] for update in lot.updates)
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return watcher
