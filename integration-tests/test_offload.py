@@ -415,10 +415,10 @@ def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
     model(x).square().sum().backward()
     before = [(p, p.detach().clone()) for p in model.parameters() if p.grad is not None and p.grad.any()]
     optimizer.step()
-    was_running = [not update._is_over.is_set() for update in optimizer._under_way]
+    was_running = [not update.is_over.is_set() for update in optimizer._under_way]
     optimizer.gate.set()
     model(x).square().sum().backward()  # each block waits for its update
-    is_over = all(update._is_over.is_set() for update in optimizer._under_way)
+    is_over = all(update.is_over.is_set() for update in optimizer._under_way)
     moved = [not torch.equal(p, old) for p, old in before]
     return was_running, is_over and all(moved)
 

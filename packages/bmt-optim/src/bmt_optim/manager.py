@@ -251,7 +251,7 @@ class OptimManager:
         for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if scheduler is not None:
                 scheduler.load_state_dict(saved)
-        self._scale.load_state_dict(dict(state_dict))
+        self._scale.load_state_dict(state_dict)
         self.skipped_steps = state_dict.get("skipped_steps", 0)
         self._plain.forget()
 

@@ -16,30 +16,31 @@ from bmt_optim.offload.host_shard import HostShard, flat_view, shaped_like, span
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+Piece = tuple[torch.nn.Parameter, int, int]
+"""A parameter, and its first and last element, that lie in some chunk."""
+
+
 @dataclass
 class KernelCall:
-    """One kernel call: what an update has to do in one chunk, as the columns of ``adam_step``.
-
-    The tensors are those of the host, pieces of ``parameters``.
-    """
+    """What an update has to do in one chunk: the columns of ``adam_step``, pieces of ``parameters`` on the host."""
 
     update: Update
-    parameters: list[torch.nn.Parameter] = field(default_factory=list)
-    params: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
-    exp_avgs: list[torch.Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
-    masters: list[torch.Tensor | None] = field(default_factory=list)
+    parameters: list[torch.nn.Parameter]
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+    masters: list[torch.Tensor] | list[None]
 
 
 @dataclass
 class Chunk:
-    """Elements ``begin`` to ``end`` of a host shard; ``pieces`` are (parameter, first and last element of it)."""
+    """Elements ``begin`` to ``end`` of a host shard, and the kernel calls that step them."""
 
     begin: int
     end: int
-    pieces: list[tuple[torch.nn.Parameter, int, int]] = field(default_factory=list)
-    calls: dict[int, KernelCall] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    calls: list[KernelCall] = field(default_factory=list)
 
 
 class ShardChunks:
@@ -58,7 +59,8 @@ class ShardChunks:
             for step in [chunk if self._is_flat else max(end - first, 1)]
             for begin in range(first, end, step)
         ]
-        self._fill(update_of)
+        for made in self._chunks:
+            self._fill(made, update_of)
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._chunks)
@@ -151,30 +153,34 @@ class ShardChunks:
             follows = True
         return [(begin, end) for begin, end in ranges if end > begin]
 
-    def _fill(self, update_of: dict[torch.nn.Parameter, Update]) -> None:
+    def _fill(self, chunk: Chunk, update_of: dict[torch.nn.Parameter, Update]) -> None:
+        of_update: dict[int, list[Piece]] = {}
         for p in self.params:
-            start = self._starts[p]
-            for chunk in self._chunks:
-                if not self._is_flat:
-                    first, last = 0, p.numel()
-                else:
-                    first, last = max(chunk.begin - start, 0), min(chunk.end - start, p.numel())
-                if first < last:
-                    chunk.pieces.append((p, first, last))
-                    call = chunk.calls.setdefault(id(update_of[p]), KernelCall(update_of[p]))
-                    self._add_piece(call, p, start + first, start + last)
+            first, last = 0, p.numel()
+            if self._is_flat:
+                start = self._starts[p]
+                first, last = max(chunk.begin - start, 0), min(chunk.end - start, last)
+            if first < last:
+                chunk.pieces.append((p, first, last))
+                of_update.setdefault(id(update_of[p]), []).append(chunk.pieces[-1])
+        chunk.calls = [self._kernel_call(update_of[pieces[0][0]], pieces) for pieces in of_update.values()]
 
-    def _add_piece(self, call: KernelCall, p: torch.nn.Parameter, begin: int, end: int) -> None:
-        def piece(flat: torch.Tensor) -> torch.Tensor:
-            return flat[begin:end] if self._is_flat else self._shaped(p, flat)
+    def _kernel_call(self, update: Update, pieces: list[Piece]) -> KernelCall:
+        def column(flat: torch.Tensor) -> list[torch.Tensor]:
+            if not self._is_flat:
+                return [self._shaped(p, flat) for p, _, _ in pieces]
+            return [flat[self._starts[p] + first : self._starts[p] + last] for p, first, last in pieces]
 
         flat, master = self.shard.flat, self.shard.master
-        call.parameters.append(p)
-        call.params.append(piece(flat["weight"]))
-        call.grads.append(piece(flat["gradient"]))
-        call.exp_avgs.append(piece(flat["exp_avg"]))
-        call.exp_avg_sqs.append(piece(flat["exp_avg_sq"]))
-        call.masters.append(None if master is None else piece(master))
+        return KernelCall(
+            update=update,
+            parameters=[p for p, _, _ in pieces],
+            params=column(flat["weight"]),
+            grads=column(flat["gradient"]),
+            exp_avgs=column(flat["exp_avg"]),
+            exp_avg_sqs=column(flat["exp_avg_sq"]),
+            masters=[None] * len(pieces) if master is None else column(master),
+        )
 
 
 def _is_dense(p: torch.Tensor) -> bool:

@@ -49,20 +49,17 @@ class CudaCopies(Copies):
         self._device = device
 
     def begin(self) -> None:
-        """See :meth:`Copies.begin`."""
         here = torch.cuda.current_stream(self._device).record_event()
         self._to_host.wait_event(here)
         self._to_device.wait_event(here)
 
     def to_host(self, pairs: Pairs, after: Mark | None = None) -> Copied:
-        """See :meth:`Copies.to_host`."""
         with torch.cuda.stream(self._to_host):
             if after is not None:
                 after.wait()
             return _copy(pairs, self._to_host)
 
     def to_device(self, pairs: Pairs) -> Copied:
-        """See :meth:`Copies.to_device`."""
         with torch.cuda.stream(self._to_device):
             return _copy(pairs, self._to_device)
 

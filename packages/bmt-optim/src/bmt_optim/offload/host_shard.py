@@ -10,7 +10,7 @@ for ``AdamOptimizer``: the parameter's version tells that it was written, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -132,48 +132,17 @@ class HostShard:
         self._views[p]["weight"].copy_(p.detach())
 
 
-class HostShards:
-    """The host shards of an optimizer's parameters, made as they are needed."""
-
-    def __init__(self) -> None:
-        self._of: dict[torch.nn.Parameter, HostShard] = {}
-
-    def find(self, p: torch.nn.Parameter) -> HostShard | None:
-        """Return the shard of ``p``, if there is one."""
-        return self._of.get(p)
-
-    def make(self, p: torch.nn.Parameter, everyone: Sequence[torch.nn.Parameter], *, is_compact: bool) -> HostShard:
-        """Return the shard of ``p``. A new one is made for ``p`` and those of ``everyone`` that lie with it and have none.
-
-        Parameters lie together that are slices of one storage of one owner.
-        """
-        if p not in self._of:
-            neighbours = [p]
-            if _is_slice(p):  # what has a shard has its state there
-                neighbours = [other for other in everyone if other not in self._of and _lie_together(p, other)]
-            shard = HostShard(neighbours, is_compact=is_compact)
-            self._of.update(dict.fromkeys(neighbours, shard))
-        return self._of[p]
-
-    def forget_moved(self) -> bool:
-        """Forget shards with parameters that have moved; their states go on as plain tensors. Return whether there were any."""
-        moved = {shard for shard in dict.fromkeys(self._of.values()) if shard.has_moved()}
-        if moved:
-            self._of = {p: shard for p, shard in self._of.items() if shard not in moved}
-        return bool(moved)
+def lying_together(p: torch.nn.Parameter, others: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return ``p`` and those of ``others`` that are slices of the same storage, of the same owner."""
+    if not _is_slice(p):
+        return [p]
+    storage, owner = p.untyped_storage()._cdata, owner_of(p)
+    found = [q for q in others if _is_slice(q) and owner_of(q) is owner and q.untyped_storage()._cdata == storage]
+    return [p, *(q for q in found if q is not p and q.dtype == p.dtype)]
 
 
 def _is_slice(p: torch.nn.Parameter) -> bool:
     return owner_of(p) is not None and p.dim() == 1 and p.is_contiguous()
-
-
-def _lie_together(p: torch.nn.Parameter, other: torch.nn.Parameter) -> bool:
-    return (
-        _is_slice(other)
-        and owner_of(p) is owner_of(other)
-        and p.dtype == other.dtype
-        and p.untyped_storage()._cdata == other.untyped_storage()._cdata
-    )
 
 
 def span(p: torch.Tensor) -> int:

@@ -26,23 +26,28 @@ from bmt_optim.offload.gradient_copies import GradientCopy
 class HostUpdate:
     """The update of one owner's parameters, and the mark for those who read them on the device.
 
-    ``settings`` are the options of ``adam_step`` by the id of the ``Update``, ``weights`` what is copied to the device afterwards.
+    ``settings`` are the options of ``adam_step`` by the id of the ``Update``; ``weights`` are copied to the device afterwards.
     """
 
     def __init__(
-        self, gradients: Sequence[GradientCopy], settings: dict[int, dict[str, Any]], weights: list[Pair]
+        self,
+        gradients: list[GradientCopy],
+        settings: dict[int, dict[str, Any]],
+        weights: list[Pair],
+        copies: Copies,
     ) -> None:
-        self._gradients = list(gradients)
+        self._gradients = gradients
         self._settings = settings
         self._weights = weights
-        self._is_over = threading.Event()
+        self._copies = copies
+        self.is_over = threading.Event()  # set when the host is done with it, in whatever way
         self._error: BaseException | None = None
         self._failed: list[torch.nn.Parameter] = []
         self._returned: Copied | None = None
 
     def wait(self) -> None:
         """Wait for the host to be done, and let the current stream wait for the copy to the device. Raise what failed there."""
-        self._is_over.wait()
+        self.is_over.wait()
         if self._error is not None:
             where = f" on rank {rank()}" if is_initialized() else ""
             raise RuntimeError(
@@ -53,32 +58,29 @@ class HostUpdate:
 
     def wait_despite_error(self) -> None:
         """:meth:`wait`, but raise nothing."""
-        self._is_over.wait()
+        self.is_over.wait()
         if self._returned is not None:
             self._returned.wait()
 
-    def wait_on_host(self) -> None:
-        """Wait for the host to be done; raise nothing."""
-        self._is_over.wait()
-
     def note_loaded(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Learn that the states of ``parameters`` were loaded. With the last one that had failed, the error is forgotten."""
-        self._is_over.wait()
+        self.is_over.wait()
         loaded = set(parameters)
         self._failed = [p for p in self._failed if p not in loaded]
         if not self._failed:
             self._error = None
 
-    def run(self, scale: float | torch.Tensor, kernels: Kernels, copies: Copies, deltas: Deltas | None) -> None:
+    def run(self, scale: float | torch.Tensor, kernels: Kernels, deltas: Deltas | None) -> None:
         """Step chunk after chunk as its gradients arrive, and copy the weights to the device. In the worker's thread."""
         with _named("host step"):
             for gradient in self._gradients:
                 clip = None if gradient.factor is None else gradient.factor.read()
                 for chunk, copied in zip(gradient.chunks, gradient.copied, strict=True):
                     copied.synchronize()
-                    for call in chunk.calls.values():
-                        self._step(call, scale, clip, kernels, deltas)
-        self._returned = copies.to_device(self._weights)
+                    for call in chunk.calls:
+                        settings = {**self._settings[id(call.update)], "scale": scale, "clip": clip}
+                        _step(call, settings, kernels, deltas)
+        self._returned = self._copies.to_device(self._weights)
 
     def end(self, error: BaseException | None = None) -> None:
         """Say that this is over, with or without ``error``."""
@@ -86,30 +88,7 @@ class HostUpdate:
         if error is not None:
             self._failed = [p for gradient in self._gradients for p in gradient.chunks.params]
         self._gradients, self._weights = [], []
-        self._is_over.set()
-
-    def _step(
-        self,
-        call: KernelCall,
-        scale: float | torch.Tensor,
-        clip: torch.Tensor | None,
-        kernels: Kernels,
-        deltas: Deltas | None,
-    ) -> None:
-        settings = self._settings[id(call.update)]
-        before = None if deltas is None else copied_masters(call.params, call.masters)
-        kernels.adam_step(
-            call.params,
-            call.grads,
-            call.exp_avgs,
-            call.exp_avg_sqs,
-            call.masters,
-            **settings,
-            scale=scale,
-            clip=clip,
-        )
-        if deltas is not None and before is not None:
-            deltas.add(before, call.exp_avgs, call.exp_avg_sqs, call.parameters, settings)
+        self.is_over.set()
 
     def _describe(self) -> str:
         shapes = ", ".join(str(tuple(p.shape)) for p in self._failed[:3])
@@ -121,19 +100,25 @@ def run_all(
     skip: HostNumber | None,
     scale: float | HostNumber,
     kernels: Kernels,
-    copies: Sequence[Copies],
     deltas: Deltas | None,
 ) -> None:
     """Run ``updates`` one after the other, unless ``skip`` is set. Never raises: see [Note: all or nothing]."""
     error: BaseException | None = None
-    for update, way in zip(updates, copies, strict=True):
+    for update in updates:
         try:
             if error is None and not (skip is not None and bool(skip.read())):
-                update.run(scale.read() if isinstance(scale, HostNumber) else scale, kernels, way, deltas)
+                update.run(scale.read() if isinstance(scale, HostNumber) else scale, kernels, deltas)
         except BaseException as failure:  # a thread has nobody to raise to: the error goes to those who wait
             error = failure
         finally:
             update.end(error)
+
+
+def _step(call: KernelCall, settings: dict[str, Any], kernels: Kernels, deltas: Deltas | None) -> None:
+    before = None if deltas is None else copied_masters(call.params, call.masters)
+    kernels.adam_step(call.params, call.grads, call.exp_avgs, call.exp_avg_sqs, call.masters, **settings)
+    if deltas is not None and before is not None:
+        deltas.add(before, call.exp_avgs, call.exp_avg_sqs, call.parameters, settings)
 
 
 def _named(text: str) -> AbstractContextManager[object]:

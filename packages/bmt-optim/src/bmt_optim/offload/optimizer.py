@@ -22,7 +22,7 @@ from bmt_optim.offload.copies import Copies, CudaCopies, HostNumber
 from bmt_optim.offload.deltas import Deltas, copied_masters
 from bmt_optim.offload.gradient_copies import GradientCopies
 from bmt_optim.offload.host_memory import CHUNK
-from bmt_optim.offload.host_shard import HostShard, HostShards
+from bmt_optim.offload.host_shard import HostShard, lying_together
 from bmt_optim.offload.host_update import HostUpdate, run_all
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     chunk: ClassVar[int] = CHUNK
 
-    _shards: HostShards
+    _shards: dict[torch.nn.Parameter, HostShard]
     _offloaded: list[tuple[OwnerUpdates, list[ShardChunks]]]
     """The updates that the host makes, in their order, each with the chunks of its shards."""
     _offloaded_plan: object
@@ -122,9 +122,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten then: load the parameters too."""
-        under_way = (
-            self._under_way
-        )  # loading resets the optimizer, but the owners of the parameters have the updates still
+        # Loading resets this optimizer, but the owners of its parameters have the updates still.
+        under_way = self._under_way
         super().load_state_dict(state_dict)
         for update in under_way:
             update.note_loaded(p for group in self.param_groups for p in group["params"])
@@ -148,7 +147,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _reset(self) -> None:
         super()._reset()
-        self._shards = HostShards()
+        self._shards = {}
         self._offloaded, self._offloaded_plan = [], None
         self._gradient_copies = GradientCopies()
         self._under_way = []
@@ -181,16 +180,22 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return state
 
     def _weight_for(self, remainder: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-        shard = self._shards.find(p)
+        shard = self._shards.get(p)
         is_in_shard = shard is not None and shard.holds(remainder)
         return shard.weight_of(p) if shard is not None and is_in_shard else super()._weight_for(remainder, p)
 
     def _shard_of(self, p: torch.nn.Parameter) -> HostShard:
-        everyone = [other for group in self.param_groups for other in group["params"]]
-        return self._shards.make(p, everyone, is_compact=self._is_compact(p))
+        if p not in self._shards:
+            # A parameter that is in a shard has its state there.
+            others = [q for group in self.param_groups for q in group["params"] if q not in self._shards]
+            shard = HostShard(lying_together(p, others), is_compact=self._is_compact(p))
+            self._shards.update(dict.fromkeys(shard.params, shard))
+        return self._shards[p]
 
     def _updates(self) -> list[OwnerUpdates]:
-        if self._shards.forget_moved():
+        moved = [shard for shard in dict.fromkeys(self._shards.values()) if shard.has_moved()]
+        if moved:  # their states go on as plain tensors
+            self._shards = {p: shard for p, shard in self._shards.items() if shard not in moved}
             self._plan = UpdatePlan()
         return super()._updates()
 
@@ -227,14 +232,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _run_on_host(self, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         scale = HostNumber(divisor) if isinstance(divisor, torch.Tensor) else divisor
         flag = None if skip is None else HostNumber(skip)
-        copies = [self._copies_for(part.device) for part, _ in self._offloaded]
-        for of_device in dict.fromkeys(copies):
-            of_device.begin()
-        updates = [self._prepare(*entry, c) for entry, c in zip(self._offloaded, copies, strict=True)]
+        for device in dict.fromkeys(part.device for part, _ in self._offloaded):
+            self._copies_for(device).begin()
+        updates = [self._prepare(part, chunks) for part, chunks in self._offloaded]
         self._under_way = updates
         kernels, deltas = self._kernels(), self._deltas
         try:
-            worker.submit(lambda: run_all(updates, flag, scale, kernels, copies, deltas))
+            worker.submit(lambda: run_all(updates, flag, scale, kernels, deltas))
         except BaseException as error:  # nobody else will say that they are over
             for update in updates:
                 update.end(error)
@@ -242,7 +246,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         for (part, chunks), update in zip(self._offloaded, updates, strict=True):
             self._tell_owner(part, chunks, update)
 
-    def _prepare(self, part: OwnerUpdates, chunks: Sequence[ShardChunks], copies: Copies) -> HostUpdate:
+    def _prepare(self, part: OwnerUpdates, chunks: Sequence[ShardChunks]) -> HostUpdate:
+        copies = self._copies_for(part.device)
         for c in chunks:
             c.shard.refresh(c.params)
         gradients = [self._gradient_copies.take(c, copies) for c in chunks]
@@ -253,7 +258,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
                 torch.autograd.graph.increment_version(update.params)
         for c in chunks:
             c.shard.note_versions(c.params)
-        return HostUpdate(gradients, settings, [pair for c in chunks for pair in c.stepped_weights(held)])
+        weights = [pair for c in chunks for pair in c.stepped_weights(held)]
+        return HostUpdate(gradients, settings, weights, copies)
 
     def _tell_owner(self, part: OwnerUpdates, chunks: Sequence[ShardChunks], update: HostUpdate) -> None:
         owner, overlaps = part.owner, part.overlaps_forward
@@ -292,7 +298,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _copy_reduced(self, chunks: ShardChunks, flat: torch.Tensor, done: Mark) -> None:
         for update in self._under_way:
-            update.wait_on_host()  # the host may read the gradients of the last step still
+            update.is_over.wait()  # the host may read the gradients of the last step still
         self._gradient_copies.start(chunks, flat, done, self._copies_for(chunks.shard.device))
 
 
