@@ -11,7 +11,7 @@ from bmt_core.run.lanes import Mark
 from bmt_optim.adam.update_plan import Update
 from bmt_optim.offload.copies import Copied, Copies
 from bmt_optim.offload.host_memory import CHUNK
-from bmt_optim.offload.host_shard import HostShard, flat_view, shaped_like, span
+from bmt_optim.offload.host_shard import HostShard, alias
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,15 +49,11 @@ class ShardChunks:
     def __init__(self, shard: HostShard, updates: Sequence[Update], *, chunk: int = CHUNK) -> None:
         self.shard = shard
         update_of = {p: update for update in updates for p in update.params}
-        self._starts = dict(zip(shard.params, shard.starts, strict=True))
         self.params = [p for p in shard.params if p in update_of]
-        # A parameter with gaps between its elements, which belong to others, is copied in its shape, in one piece.
-        self._is_flat = all(_is_dense(p) for p in self.params)
         self._chunks = [
-            Chunk(begin, min(begin + step, end))
+            Chunk(begin, min(begin + chunk, end))
             for first, end in self._ranges_of(self.params)
-            for step in [chunk if self._is_flat else max(end - first, 1)]
-            for begin in range(first, end, step)
+            for begin in range(first, end, chunk)
         ]
         for made in self._chunks:
             self._fill(made, update_of)
@@ -86,18 +82,16 @@ class ShardChunks:
 
     def stepped_weights(self, held: Sequence[Update]) -> list[Pair]:
         """Return what is to be copied to the device after the step: all but the parameters of ``held`` updates."""
-        weight, target = self.shard.flat["weight"], self.shard.target
-        unmoved = {p for update in held for p in update.params}
+        shard, unmoved = self.shard, {p for update in held for p in update.params}
         moved = [p for p in self.params if p not in unmoved] if unmoved else self.params
-        if not self._is_flat:
-            return [(self._shaped(p, weight), self._shaped(p, target)) for p in moved]
+        # Targets have versions of their own: what is written late must not look like somebody's change of a parameter.
+        if not shard.is_contiguous:
+            return [(shard.views[p]["weight"], alias(p, int(p.storage_offset()), p.shape, p.stride())) for p in moved]
+        weight, target = shard.flat["weight"], alias(shard.params[0], shard.begin, (shard.length,), (1,))
         return [(weight[begin:end], target[begin:end]) for begin, end in self._ranges_of(moved, exactly=True)]
 
-    def _shaped(self, p: torch.nn.Parameter, flat: torch.Tensor) -> torch.Tensor:
-        return shaped_like(p, flat, self._starts[p])
-
     def _copy_flat(self, source: torch.Tensor, base: int, copies: Copies, after: Mark | None = None) -> list[Copied]:
-        whole = flat_view(source, base, self.shard.length)
+        whole = alias(source, base, (self.shard.length,), (1,))
         target = self.shard.flat["gradient"]
         return [copies.to_host([(whole[c.begin : c.end], target[c.begin : c.end])], after) for c in self._chunks]
 
@@ -106,13 +100,12 @@ class ShardChunks:
 
     def _base_of(self, grads: Sequence[torch.Tensor]) -> int | None:
         """Return where in the storage of all ``grads`` a slice begins that is laid out like the shard; None if there is none."""
-        # Of one parameter alone any dense gradient is such a slice.
-        if not self._is_flat or len({grad.untyped_storage()._cdata for grad in grads}) != 1:
+        if not self.shard.is_contiguous or len({grad.untyped_storage()._cdata for grad in grads}) != 1:
             return None
         if [grad.stride() for grad in grads] != [p.stride() for p in self.params]:
             return None
         offsets = [int(grad.storage_offset()) for grad in grads]
-        bases = {offset - self._starts[p] for offset, p in zip(offsets, self.params, strict=True)}
+        bases = {offset - self.shard.starts[p] for offset, p in zip(offsets, self.params, strict=True)}
         if len(bases) != 1:
             return None
         base = bases.pop()
@@ -121,16 +114,16 @@ class ShardChunks:
 
     def _pairs_of(self, chunk: Chunk) -> list[Pair]:
         pairs: list[Pair] = []
-        target = self.shard.flat["gradient"]
+        shard = self.shard
         for p, first, last in chunk.pieces:
             grad = p.grad
             assert grad is not None
-            if self._is_flat and grad.stride() == p.stride():
-                start = self._starts[p]
-                source = flat_view(grad, int(grad.storage_offset()) + first, last - first)
-                pairs.append((source, target[start + first : start + last]))
-            elif first == 0:  # in another layout: all at once, with its first piece
-                pairs.append((grad.detach(), self.shard.gradient_of(p)))
+            if shard.is_contiguous and grad.stride() == p.stride():
+                source = alias(grad, int(grad.storage_offset()) + first, (last - first,), (1,))
+                start = shard.starts[p]
+                pairs.append((source, shard.flat["gradient"][start + first : start + last]))
+            elif first == 0:  # laid out in another way: all at once, with its first piece
+                pairs.append((grad.detach(), shard.views[p]["gradient"]))
         return pairs
 
     def _ranges_of(self, params: Sequence[torch.nn.Parameter], *, exactly: bool = False) -> list[tuple[int, int]]:
@@ -141,11 +134,11 @@ class ShardChunks:
         ranges: list[tuple[int, int]] = []
         wanted = set(params)
         follows = False
-        for p, start in zip(self.shard.params, self.shard.starts, strict=True):
+        for p, start in self.shard.starts.items():
             if p not in wanted:
                 follows = follows and not p.numel()
                 continue
-            end = start + (p.numel() if _is_dense(p) else self.shard.length)
+            end = start + p.numel()
             if follows and not (exactly and ranges[-1][1] < start):
                 ranges[-1] = (ranges[-1][0], end)
             else:
@@ -156,20 +149,18 @@ class ShardChunks:
     def _fill(self, chunk: Chunk, update_of: dict[torch.nn.Parameter, Update]) -> None:
         of_update: dict[int, list[Piece]] = {}
         for p in self.params:
-            first, last = 0, p.numel()
-            if self._is_flat:
-                start = self._starts[p]
-                first, last = max(chunk.begin - start, 0), min(chunk.end - start, last)
+            start = self.shard.starts[p]
+            first, last = max(chunk.begin - start, 0), min(chunk.end - start, p.numel())
             if first < last:
                 chunk.pieces.append((p, first, last))
                 of_update.setdefault(id(update_of[p]), []).append(chunk.pieces[-1])
         chunk.calls = [self._kernel_call(update_of[pieces[0][0]], pieces) for pieces in of_update.values()]
 
     def _kernel_call(self, update: Update, pieces: list[Piece]) -> KernelCall:
+        starts = self.shard.starts
+
         def column(flat: torch.Tensor) -> list[torch.Tensor]:
-            if not self._is_flat:
-                return [self._shaped(p, flat) for p, _, _ in pieces]
-            return [flat[self._starts[p] + first : self._starts[p] + last] for p, first, last in pieces]
+            return [flat[starts[p] + first : starts[p] + last] for p, first, last in pieces]
 
         flat, master = self.shard.flat, self.shard.master
         return KernelCall(
@@ -181,7 +172,3 @@ class ShardChunks:
             exp_avg_sqs=column(flat["exp_avg_sq"]),
             masters=[None] * len(pieces) if master is None else column(master),
         )
-
-
-def _is_dense(p: torch.Tensor) -> bool:
-    return p.numel() == span(p)

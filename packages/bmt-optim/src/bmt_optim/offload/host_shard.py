@@ -22,15 +22,16 @@ from bmt_optim.offload.host_memory import HostMemory
 
 
 class HostShard:
-    """The host's side of ``params``: slices of one storage of the device, or a single parameter of any strides."""
+    """The host's side of ``params``: consecutive slices of one storage of the device, or a single parameter of any strides."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], *, is_compact: bool) -> None:
         self.params = sorted(params, key=lambda p: (int(p.storage_offset()), p.numel()))
         first = self.params[0]
         self.device, self.dtype = first.device, first.dtype
+        self.is_contiguous = first.is_contiguous()  # on the device, too
         self.begin = int(first.storage_offset())
-        self.starts = [int(p.storage_offset()) - self.begin for p in self.params]
-        self.length = max(start + span(p) for start, p in zip(self.starts, self.params, strict=True))
+        self.starts = {p: int(p.storage_offset()) - self.begin for p in self.params}
+        self.length = max(start + p.numel() for p, start in self.starts.items())
         wide = torch.promote_types(self.dtype, torch.float32)
         self._state_dtypes = {"exp_avg": wide, "exp_avg_sq": wide}
         if self.dtype != wide:
@@ -38,11 +39,10 @@ class HostShard:
         dtypes = {"gradient": self.dtype, "weight": self.dtype, **self._state_dtypes}
         self._memory = HostMemory([(self.length, dtype) for dtype in dtypes.values()], self.device)
         self.flat = dict(zip(dtypes, self._memory.tensors, strict=True))
-        self._views = {
-            p: {key: shaped_like(p, flat, start) for key, flat in self.flat.items()}
-            for p, start in zip(self.params, self.starts, strict=True)
+        self.views = {
+            p: {key: flat[start : start + p.numel()].view(p.shape) for key, flat in self.flat.items()}
+            for p, start in self.starts.items()
         }
-        self._target: torch.Tensor | None = None
         self._addresses = self._current_addresses()
         self._versions: dict[torch.nn.Parameter, int] = {}  # those whose values the host has
 
@@ -50,13 +50,6 @@ class HostShard:
     def master(self) -> torch.Tensor | None:
         """The flat masters or remainders, if the parameters are of a half type."""
         return master_or_remainder(self.flat)
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The parameters' memory on the device, flat. Writes to it do not change the parameters' versions."""
-        if self._target is None:
-            self._target = flat_view(self.params[0], self.begin, self.length)
-        return self._target
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory on the device than when the shard was made."""
@@ -80,7 +73,7 @@ class HostShard:
 
     def adopt(self, p: torch.nn.Parameter, state: State) -> None:
         """Move ``state`` of ``p``, new or loaded or of an earlier shard, into this memory; make its tensors views of it."""
-        views = self._views[p]
+        views = self.views[p]
         if all(state.get(key) is views[key] for key in self._state_dtypes):
             return
         self._read_weight(p)
@@ -104,11 +97,7 @@ class HostShard:
     def weight_of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the host's copy of ``p``, read again if somebody wrote ``p`` and that counts."""
         self.refresh([p])
-        return self._views[p]["weight"]
-
-    def gradient_of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return where the gradient of ``p`` arrives, in the shape and strides of ``p``."""
-        return self._views[p]["gradient"]
+        return self.views[p]["weight"]
 
     def _adopt_master(self, state: State, views: dict[str, torch.Tensor]) -> None:
         weight = views["weight"]
@@ -129,7 +118,7 @@ class HostShard:
         return [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.params]
 
     def _read_weight(self, p: torch.nn.Parameter) -> None:
-        self._views[p]["weight"].copy_(p.detach())
+        self.views[p]["weight"].copy_(p.detach())
 
 
 def lying_together(p: torch.nn.Parameter, others: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -145,19 +134,7 @@ def _is_slice(p: torch.nn.Parameter) -> bool:
     return owner_of(p) is not None and p.dim() == 1 and p.is_contiguous()
 
 
-def span(p: torch.Tensor) -> int:
-    """Return how many elements of its storage a tensor reaches over."""
-    if not p.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-
-
-def flat_view(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-    """Return ``length`` elements from ``begin`` of the storage of ``tensor``, flat, with a version counter of its own."""
+def alias(tensor: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Return a view of the storage of ``tensor``. Writes to it do not change the version of ``tensor``."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), begin, (length,), (1,))
-
-
-def shaped_like(p: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the view of ``flat`` that has the shape and the strides of ``p`` and begins at element ``start``."""
-    return flat.as_strided(p.shape, p.stride(), int(flat.storage_offset()) + start)
+    return empty.set_(tensor.untyped_storage(), offset, tuple(shape), tuple(stride))

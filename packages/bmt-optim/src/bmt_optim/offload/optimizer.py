@@ -296,11 +296,6 @@ class AdamOffloadOptimizer(AdamOptimizer):
             self._copies[device] = CudaCopies(device) if device.type == "cuda" else Copies()
         return self._copies[device]
 
-    def _copy_reduced(self, chunks: ShardChunks, flat: torch.Tensor, done: Mark) -> None:
-        for update in self._under_way:
-            update.is_over.wait()  # the host may read the gradients of the last step still
-        self._gradient_copies.start(chunks, flat, done, self._copies_for(chunks.shard.device))
-
 
 def _copy_when_reduced(
     optimizer: weakref.ref[AdamOffloadOptimizer], chunks: weakref.ref[ShardChunks]
@@ -309,7 +304,11 @@ def _copy_when_reduced(
 
     def watcher(flat: torch.Tensor, done: Mark) -> None:
         found, its_chunks = optimizer(), chunks()
-        if found is not None and its_chunks is not None:
-            found._copy_reduced(its_chunks, flat, done)
+        if found is None or its_chunks is None:
+            return
+        for update in found._under_way:
+            update.is_over.wait()  # the host may read the gradients of the last step still
+        copies = found._copies_for(its_chunks.shard.device)
+        found._gradient_copies.start(its_chunks, flat, done, copies)
 
     return watcher
