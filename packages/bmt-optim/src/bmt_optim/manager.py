@@ -31,6 +31,7 @@ from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, kernels_for, world
+from bmt_optim.elementwise import check_elementwise
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
@@ -127,11 +128,14 @@ class OptimManager:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
         An optimizer whose ``step`` has a parameter ``scale`` is given the loss scale; for any other the gradients are divided by
-        it, in place and in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`.
+        it, in place and in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
+        whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
         """
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
-        self._managed.append(managed(optimizer))
+        adapted = managed(optimizer)
+        check_elementwise(optimizer)
+        self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
