@@ -12,6 +12,8 @@ import torch
 
 from bmt_optim.current_run import device_of, kernels_for
 
+_NOTHING = nullcontext()
+
 
 class ManagedOptimizer(ABC):
     """An optimizer that ``OptimManager`` can drive.
@@ -45,7 +47,7 @@ class ManagedOptimizer(ABC):
 
         ``factor`` None: in which it zeroes them if the step will be skipped. For optimizers that have copies of gradients.
         """
-        return nullcontext()
+        return _NOTHING
 
     @abstractmethod
     def portable_state(self, p: torch.nn.Parameter) -> dict[str, Any]:

@@ -169,9 +169,9 @@ class OptimManager:
             raise ValueError(f"norm_type must be positive or 'inf', it is {norm_type!r}.")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, it is {max_norm!r}.")
-        parameters = _unique(_parameters(param_groups))
+        parameters = list(dict.fromkeys(_parameters(param_groups)))
         everything = self._all_parameters()
-        self._complete_gradients(_unique([*everything, *parameters]))
+        self._complete_gradients(list(dict.fromkeys([*everything, *parameters])))
         scale = self.loss_scale
 
         def scaling(factor: torch.Tensor) -> ExitStack:
@@ -282,7 +282,8 @@ class OptimManager:
             )
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
-        return _unique(_parameters(group for optimizer in self.optimizers for group in optimizer.param_groups))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return list(dict.fromkeys([p for group in groups for p in group["params"]]))
 
     def _complete_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         reduce_held_back(parameters)
@@ -378,7 +379,3 @@ def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
     for item in param_groups:
         found.extend(item["params"] if isinstance(item, Mapping) else [item])
     return found
-
-
-def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return list(dict.fromkeys(parameters))

@@ -73,7 +73,9 @@ class OwnerUpdates:
     @property
     def overlaps_forward(self) -> bool:
         """Whether the next forward pass may begin before they are done: all groups allow it, and the owner waits for them."""
-        return self.owner is not None and False not in [update.group["overlap_forward"] for update in self.updates]
+        if self.reference is None or self.reference() is None:
+            return False
+        return False not in [update.group["overlap_forward"] for update in self.updates]
 
 
 class UpdatePlan:
