@@ -78,7 +78,7 @@ class ShardChunks:
         """Whether the gradients are those slices of ``flat`` that the parameters are of their storage."""
         grads = self._gradients()
         is_laid_out_alike = self._base_of(grads) == int(flat.storage_offset()) + self.shard.begin
-        return is_laid_out_alike and grads[0].untyped_storage()._cdata == flat.untyped_storage()._cdata
+        return is_laid_out_alike and grads[0].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
     def stepped_weights(self, held: Sequence[Update]) -> list[Pair]:
         """Return what is to be copied to the device after the step: all but the parameters of ``held`` updates."""
@@ -100,7 +100,7 @@ class ShardChunks:
 
     def _base_of(self, grads: Sequence[torch.Tensor]) -> int | None:
         """Return where in the storage of all ``grads`` a slice begins that is laid out like the shard; None if there is none."""
-        if not self.shard.is_contiguous or len({grad.untyped_storage()._cdata for grad in grads}) != 1:
+        if not self.shard.is_contiguous or len({grad.untyped_storage().data_ptr() for grad in grads}) != 1:
             return None
         if [grad.stride() for grad in grads] != [p.stride() for p in self.params]:
             return None

@@ -92,7 +92,7 @@ class HostShard:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in this memory."""
-        return tensor.untyped_storage()._cdata in [flat.untyped_storage()._cdata for flat in self.flat.values()]
+        return tensor.untyped_storage().data_ptr() in [flat.untyped_storage().data_ptr() for flat in self.flat.values()]
 
     def weight_of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the host's copy of ``p``, read again if somebody wrote ``p`` and that counts."""
@@ -125,8 +125,8 @@ def lying_together(p: torch.nn.Parameter, others: Iterable[torch.nn.Parameter]) 
     """Return ``p`` and those of ``others`` that are slices of the same storage, of the same owner."""
     if not _is_slice(p):
         return [p]
-    storage, owner = p.untyped_storage()._cdata, owner_of(p)
-    found = [q for q in others if _is_slice(q) and owner_of(q) is owner and q.untyped_storage()._cdata == storage]
+    storage, owner = p.untyped_storage().data_ptr(), owner_of(p)
+    found = [q for q in others if _is_slice(q) and owner_of(q) is owner and q.untyped_storage().data_ptr() == storage]
     return [p, *(q for q in found if q is not p and q.dtype == p.dtype)]
 
 
