@@ -1,4 +1,4 @@
-"""``ManagedOptimizer``: what ``OptimManager`` asks of an optimizer, and the adapters for optimizers that are none."""
+"""``ManagedOptimizer``: what ``OptimManager`` calls of an optimizer, and adapters for optimizers that do not provide it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 class ManagedOptimizer(ABC):
     """An optimizer that ``OptimManager`` can drive.
 
-    ``AdamOptimizer`` is one; :func:`managed` makes one of any other optimizer. A class of your own inherits from it, and from
+    ``AdamOptimizer`` is one; :func:`managed` adapts any other optimizer. Let your own class inherit from this one, and from
     ``torch.optim.Optimizer``, if it can skip a step on the device, copies gradients before the step, or keeps state in a form
     that a checkpoint should not store.
     """
@@ -26,7 +26,7 @@ class ManagedOptimizer(ABC):
     param_groups: list[dict[str, Any]]
 
     skips_on_device: ClassVar[bool] = False
-    """Whether :meth:`step` understands ``found_inf``; otherwise the manager reads the flag and calls no :meth:`step`."""
+    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag and calls no step where it is set."""
 
     @abstractmethod
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
@@ -37,7 +37,7 @@ class ManagedOptimizer(ABC):
         """
 
     def read_outcome(self) -> None:
-        """Learn whether the device skipped the last step. Called before the next step, and before state is saved or loaded."""
+        """Find out whether the device skipped the last step. Called before the next step, and before state is saved or loaded."""
         return None
 
     def scaling_gradients(
@@ -45,7 +45,8 @@ class ManagedOptimizer(ABC):
     ) -> AbstractContextManager[object]:
         """Return a context in which the manager multiplies the gradients of ``parameters`` by ``factor``, on the device.
 
-        ``factor`` None: in which it zeroes them if the step will be skipped. For optimizers that have copies of gradients.
+        ``factor`` None: in which it zeroes them if the step will be skipped. An optimizer that copied gradients before can then
+        multiply its copies, where it would otherwise have to copy again.
         """
         return _NOTHING
 
@@ -55,7 +56,7 @@ class ManagedOptimizer(ABC):
 
     @abstractmethod
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Replace the state of ``p`` by ``state``, which is the caller's no more; empty: by none."""
+        """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
 
 
 def managed(optimizer: Any) -> ManagedOptimizer:

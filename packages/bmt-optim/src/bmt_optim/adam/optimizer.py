@@ -44,11 +44,11 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     The master is the state ``"_param_fp32"``. It overwrites in the next step what was written to the parameter, so values loaded
     into a model need the optimizer's state with them. ``compact_master`` True: of the master of a bfloat16 parameter only those
     16 bits are kept that the parameter lacks, as the state ``"_param_remainder"``: the same master, in 12 bytes per parameter at
-    rest in place of 14. For the same gradients master and moments are equal in every bit, with two differences. The parameter
-    rounds halves (a master exactly between two bfloat16 numbers) away from zero, not to the even neighbour, which 16 bits could
-    not tell; and a write to the parameter changes its master: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None:
-    compact where the run has a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because
-    plain torch takes several passes. States of both kinds, and logical states, whose masters are whole, load with either setting.
+    rest in place of 14. For the same gradients, masters and moments are equal in every bit. Two things differ: a master exactly
+    between two bfloat16 numbers is rounded away from zero, not to the even neighbour, which 16 bits could not tell; and a write to
+    the parameter changes its master: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where the run has
+    a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several
+    passes. States of both kinds, and logical states, whose masters are whole, load with either setting.
 
     ``overlap_forward`` (CUDA): parameters of Blocks are updated on a stream of their own while the next forward pass begins; each
     Block waits for its own update. Checkpoints, state dicts, ``data`` and ``gather()`` wait too; code that reads such a

@@ -38,7 +38,7 @@ def master_or_remainder(state: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def copied_state(state: Mapping[str, Any], p: torch.nn.Parameter, device: torch.device) -> State:
-    """Return a copy of a state of ``p``, with tensors on ``device`` and numbers of no less than float32."""
+    """Return a copy of a state of ``p`` with all tensors on ``device``, those of floating point in float32 or wider."""
     wide = torch.promote_types(p.dtype, torch.float32)
     return {
         key: value.detach().to(device=device, dtype=wide if value.is_floating_point() else value.dtype, copy=True)

@@ -17,12 +17,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 Piece = tuple[torch.nn.Parameter, int, int]
-"""A parameter, and its first and last element, that lie in some chunk."""
+"""A parameter, and the range of its elements that lies in some chunk."""
 
 
 @dataclass
 class KernelCall:
-    """What an update has to do in one chunk: the columns of ``adam_step``, pieces of ``parameters`` on the host."""
+    """The part of an update in one chunk: arguments of ``adam_step``, pieces of ``parameters`` and their states on the host."""
 
     update: Update
     parameters: list[torch.nn.Parameter]
@@ -81,7 +81,7 @@ class ShardChunks:
         return is_laid_out_alike and grads[0].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
     def stepped_weights(self, held: Sequence[Update]) -> list[Pair]:
-        """Return what is to be copied to the device after the step: all but the parameters of ``held`` updates."""
+        """Return what is copied to the device after the step: all but the parameters of ``held`` updates, which do not move."""
         shard, unmoved = self.shard, {p for update in held for p in update.params}
         moved = [p for p in self.params if p not in unmoved] if unmoved else self.params
         # Targets have versions of their own: what is written late must not look like somebody's change of a parameter.
@@ -99,7 +99,7 @@ class ShardChunks:
         return [p.grad for p in self.params if p.grad is not None]
 
     def _base_of(self, grads: Sequence[torch.Tensor]) -> int | None:
-        """Return where in the storage of all ``grads`` a slice begins that is laid out like the shard; None if there is none."""
+        """Return where in their storage ``grads`` begin, if they lie there as the parameters lie in theirs; None otherwise."""
         if not self.shard.is_contiguous or len({grad.untyped_storage().data_ptr() for grad in grads}) != 1:
             return None
         if [grad.stride() for grad in grads] != [p.stride() for p in self.params]:

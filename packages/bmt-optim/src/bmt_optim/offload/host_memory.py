@@ -1,6 +1,6 @@
-"""``HostMemory``: memory of the host that the device copies from and to by itself.
+"""``HostMemory``: page-locked host memory, which the device can copy from and to while the host does something else.
 
-Page-locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
+It is locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
 states of a large model is up to twice the memory. The worker's threads, which will step it, clear it first, chunk by chunk: on
 machines with several memory controllers that decides where it lies. It asks for large pages, across which processors read ahead.
 """

@@ -1,7 +1,8 @@
 """``HostShard``: what the host keeps of parameters that lie together on the device.
 
-Flat tensors, laid out like the parameters: gradients as they arrive, the weights (what goes back to the device), both moments,
-and for half types the float32 master, or its remainder: 16 bytes per bfloat16 parameter, 14 with remainders; on the device none.
+Flat tensors, laid out like the parameters: gradients as they arrive, the weights (what is copied back), both moments, and for half
+types the float32 master or its remainder. That is 16 bytes per bfloat16 parameter, 14 with remainders; the device keeps parameters
+and gradients only.
 
 [Note: which weights count] The host steps its own copy of the weights. A whole master overwrites what somebody wrote to the
 parameter, on the device and here. Without one (float32 parameters, compact masters) a write to the parameter counts, as it does

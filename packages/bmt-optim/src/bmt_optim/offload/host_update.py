@@ -83,7 +83,7 @@ class HostUpdate:
         self._returned = self._copies.to_device(self._weights)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that this is over, with or without ``error``."""
+        """Let those go on who wait for this update, which is done, or failed with ``error``, or was skipped."""
         self._error = error
         if error is not None:
             self._failed = [p for gradient in self._gradients for p in gradient.chunks.params]

@@ -31,23 +31,22 @@ CPU = torch.device("cpu")
 class AdamOffloadOptimizer(AdamOptimizer):
     """:class:`AdamOptimizer`, arguments and numbers, with masters and moments in page-locked host memory (CUDA).
 
-    The device keeps parameters and gradients alone. Gradients of Blocks are copied to the host while the backward pass goes on, as
-    soon as they are reduced, and all others at the step, in chunks; a thread of the host steps one chunk while the next arrives
-    (with the compiled kernels of ``bmt-kernels`` if they are installed, on the cores that are this rank's share; set the number of
-    threads by ``BMT_OFFLOAD_THREADS``); the updated parameters of a Block return when all of it is stepped. The device waits for
-    nothing but them. With ``overlap_forward``, :meth:`step` does not wait either: the next forward pass begins while later
-    Blocks are stepped, and what :class:`AdamOptimizer` says about reading parameters by hand holds.
+    The device keeps parameters and gradients only. Gradients of Blocks are copied to the host during the backward pass, when they
+    are reduced, and all others at the step, in chunks. A thread of the host steps one chunk while the next is copied: with the
+    compiled kernels of ``bmt-kernels`` if they are installed, on this rank's share of the cores, or on ``BMT_OFFLOAD_THREADS``
+    threads. The parameters of a Block are copied back when all of it is stepped. With ``overlap_forward``, :meth:`step` does not
+    wait for that: the next forward pass begins while later Blocks are stepped, each Block waits for its own update, and what
+    :class:`AdamOptimizer` says about reading parameters by hand holds.
 
-    Between backward and step, change gradients as torch counts changes: by operations on ``p.grad``, or by assigning it. What
-    writes behind its back to gradients of Blocks (``p.grad.data``, NumPy, collectives of ``torch.distributed``) comes too late.
+    Between backward and step, change gradients by operations on ``p.grad``, or by assigning it: torch counts these changes. It does
+    not count writes to ``p.grad.data``, by NumPy, or by collectives of ``torch.distributed``; in Blocks they are lost.
 
-    On the CPU, where there is nowhere to go, it is :class:`AdamOptimizer`, in every bit, with no threads and no copies.
+    On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies.
 
-    An error of the host's thread is raised by the next call that needs its result, on this rank, and no shard is ever half new: see
-    [Note: all or nothing] in :mod:`bmt_optim.offload.host_update`. States are those of
-    :class:`AdamOptimizer` and either loads the other's.
+    An error of the host's thread is raised by the next call that needs its result, on this rank; no shard is in part new then: see
+    [Note: all or nothing] in :mod:`bmt_optim.offload.host_update`. Either optimizer loads the other's states.
 
-    ``record_delta``: in every step, sum up the mean and the variance of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p over all
+    ``record_delta``: compute in every step mean and variance of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p over all
     parameters of half types, with b = 1 - beta**t: see :meth:`get_avg_delta`. It costs the host about another pass.
 
     >>> parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

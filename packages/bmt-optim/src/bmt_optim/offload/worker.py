@@ -1,8 +1,8 @@
 """The thread that steps parameters on the host: one for the process, started once, with threads of its own for the kernels.
 
-[Note: threads of a rank] The launcher may have bound a rank to some cores, or left all of a node to all of its ranks. What this
-process may run on, as the kernel says, counts either way; a rank that may run wherever its launcher may shares those cores with
-the other ranks of the node. One core of four or more is left to the thread that launches work on the device.
+[Note: threads of a rank] A rank works on the cores that it may run on. If the launcher bound it to some, these are its own. If it
+may run wherever its launcher may, it shares those cores with the other ranks of the node, and takes an equal part. One core of
+four or more is left to the thread that launches work on the device.
 """
 
 from __future__ import annotations
