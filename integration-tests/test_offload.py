@@ -94,7 +94,7 @@ def test_a_block_may_belong_to_several_optimizers_or_groups_that_come_later(
 
 
 def copies_at_the_step(max_norm: float | None, micro_batches: int) -> list[int]:
-    """Return how many copies of gradients each step started itself; fail when weights are read again, which everything would wait for."""
+    """Return how many copies of gradients each step started itself; fail when weights are read again."""
     training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
     late: list[int] = []
 

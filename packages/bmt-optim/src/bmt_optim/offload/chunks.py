@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from bmt_core.run.lanes import Mark
+from bmt_optim.adam.parameter_state import master_or_remainder
 from bmt_optim.adam.update_plan import Update
 from bmt_optim.offload.copies import Copied, Copies
-from bmt_optim.offload.host_memory import CHUNK
 from bmt_optim.offload.host_shard import HostShard, alias
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -44,9 +44,9 @@ class Chunk:
 
 
 class ShardChunks:
-    """The chunks of ``shard`` that hold the parameters of ``updates``, in the order of their memory."""
+    """The chunks of ``shard``, of at most ``chunk`` elements, that hold the parameters of ``updates``, in the order of memory."""
 
-    def __init__(self, shard: HostShard, updates: Sequence[Update], *, chunk: int = CHUNK) -> None:
+    def __init__(self, shard: HostShard, updates: Sequence[Update], chunk: int) -> None:
         self.shard = shard
         update_of = {p: update for update in updates for p in update.params}
         self.params = [p for p in shard.params if p in update_of]
@@ -162,7 +162,7 @@ class ShardChunks:
         def column(flat: torch.Tensor) -> list[torch.Tensor]:
             return [flat[starts[p] + first : starts[p] + last] for p, first, last in pieces]
 
-        flat, master = self.shard.flat, self.shard.master
+        flat, master = self.shard.flat, master_or_remainder(self.shard.flat)
         return KernelCall(
             update=update,
             parameters=[p for p, _, _ in pieces],

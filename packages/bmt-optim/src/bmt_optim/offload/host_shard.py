@@ -18,7 +18,7 @@ import torch
 
 from bmt_core.ops import read_master, write_master
 from bmt_core.params.owner import owner_of
-from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State, master_or_remainder
+from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State
 from bmt_optim.offload.host_memory import HostMemory
 
 
@@ -46,11 +46,6 @@ class HostShard:
         }
         self._addresses = self._current_addresses()
         self._versions: dict[torch.nn.Parameter, int] = {}  # those whose values the host has
-
-    @property
-    def master(self) -> torch.Tensor | None:
-        """The flat masters or remainders, if the parameters are of a half type."""
-        return master_or_remainder(self.flat)
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory on the device than when the shard was made."""
@@ -90,15 +85,6 @@ class HostShard:
         state.update({key: views[key] for key in self._state_dtypes})
         # The master that was given says what the weight is, whatever the parameter is now: the step will write it.
         self.note_versions([p])
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in this memory."""
-        return tensor.untyped_storage().data_ptr() in [flat.untyped_storage().data_ptr() for flat in self.flat.values()]
-
-    def weight_of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the host's copy of ``p``, read again if somebody wrote ``p`` and that counts."""
-        self.refresh([p])
-        return self.views[p]["weight"]
 
     def _adopt_master(self, state: State, views: dict[str, torch.Tensor]) -> None:
         weight = views["weight"]

@@ -180,8 +180,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _weight_for(self, remainder: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
         shard = self._shards.get(p)
-        is_in_shard = shard is not None and shard.holds(remainder)
-        return shard.weight_of(p) if shard is not None and is_in_shard else super()._weight_for(remainder, p)
+        if shard is None or shard.views[p].get(REMAINDER) is not remainder:
+            return super()._weight_for(remainder, p)
+        shard.refresh([p])
+        return shard.views[p]["weight"]
 
     def _shard_of(self, p: torch.nn.Parameter) -> HostShard:
         if p not in self._shards:
@@ -218,7 +220,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             parts = [of_owner] if of_owner.owner is not None else [OwnerUpdates(None, [u]) for u in of_owner.updates]
             for part in parts:
                 shards = dict.fromkeys(self._shard_of(p) for update in part.updates for p in update.params)
-                chunks = [ShardChunks(shard, part.updates, chunk=self.chunk) for shard in shards]
+                chunks = [ShardChunks(shard, part.updates, self.chunk) for shard in shards]
                 self._offloaded.append((part, chunks))
         # Those that step() waits for come first; the others in the order in which the forward pass needs them.
         self._offloaded.sort(key=lambda entry: entry[0].overlaps_forward)

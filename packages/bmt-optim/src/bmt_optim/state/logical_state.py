@@ -77,11 +77,8 @@ def scatter(
     group = world()
     given = all_gather_object(bool(state) or not owned, group)
     is_on_all_ranks = all(given)
-    with together(group, "loading the optimizer state"):
-        if not given[0]:
-            raise CheckpointError(
-                "Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank."
-            )
+    if not given[0]:  # which every rank sees
+        raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
     infos = {
         name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in values.items()} for name, values in state.items()
     }
