@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 VERSION = re.compile(r'^(version = ")([^"]*)(")', re.MULTILINE)
-PIN = re.compile(r'("(?:bmt-[a-z]+|bmtrain)(?:\[[a-z,]*\])?)([^"\[\]]*)(")')
+PIN = re.compile(r'("bmt-[a-z]+(?:\[[a-z,]*\])?)([^"\[\]]*)(")')
 """A requirement on a sibling, in quotes: group 2 is all that follows the name and the extras."""
 
 

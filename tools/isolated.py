@@ -35,7 +35,7 @@ for module, names in TABLE.items():
         try:
             getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            assert f'pip install "bmtrain[{home.extra}]"' in str(error), error
+            assert home.distribution in str(error), error
         else:
             sys.exit(f"{module}.{name} is there although {home.distribution} is not installed")
 try:
@@ -82,7 +82,7 @@ def check_package(package: Path, wheels: Path, directory: Path) -> str:
     steps = {
         "installing": [*pip, *constraints, *ours, *TEST_REQUIREMENTS],
         "its tests": [python, "-m", "pytest", *tests, str(package / "tests")],
-        "installing the facade": [*pip, "--no-deps", str(wheel_of("bmtrain", wheels))],
+        "installing the facade": [*pip, "--no-deps", str(wheel_of("bmt-train", wheels))],
         "the facade's messages": [python, "-c", CHECK_FACADE],
     }
     for what, command in steps.items():

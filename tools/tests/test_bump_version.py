@@ -20,13 +20,13 @@ bmt-core = "bmt_core.core_plugin"
 """
 
 FACADE = """[project]
-name = "bmtrain"
+name = "bmt-train"
 version = "0.1.0"
 dependencies = ["bmt-core==0.1.0"]
 
 [project.optional-dependencies]
 zero = ["bmt-zero==0.1.0"]
-all = ["bmtrain[zero]==0.1.0"]
+all = ["bmt-train[zero]==0.1.0"]
 
 [tool.hatch.build.targets.wheel]
 packages = ["src/bmtrain"]
@@ -58,7 +58,11 @@ def test_new_version_is_written_everywhere_and_nowhere_else(tree: Path) -> None:
         ('version = "0.1.0"', 'version = "0.2.0"', "packages/bmtrain/pyproject.toml: version 0.2.0"),
         ('"bmt-core==0.1.0"', '"bmt-core>=0.1.0"', "'bmt-core>=0.1.0' should be 'bmt-core==0.1.0'"),
         ('"bmt-zero==0.1.0"', '"bmt-zero"', "'bmt-zero' should be 'bmt-zero==0.1.0'"),
-        ('"bmtrain[zero]==0.1.0"', '"bmtrain[zero]==0.0.9"', "'bmtrain[zero]==0.0.9' should be 'bmtrain[zero]==0.1.0'"),
+        (
+            '"bmt-train[zero]==0.1.0"',
+            '"bmt-train[zero]==0.0.9"',
+            "'bmt-train[zero]==0.0.9' should be 'bmt-train[zero]==0.1.0'",
+        ),
         ('version = "0.1.0"', "", "packages/bmtrain/pyproject.toml: no line"),
     ],
 )

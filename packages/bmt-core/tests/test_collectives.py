@@ -1,8 +1,7 @@
-"""Collectives for users, their derivatives against one process in plain torch, and their old low-level names."""
+"""Collectives for users, and their derivatives against one process in plain torch."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core import nccl
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import collectives as distributed
 from bmt_core.testing import run_ranks
@@ -194,7 +192,7 @@ def test_slices_transposed_empty_and_0_dim_tensors_of_every_dtype(world_size: in
 
 
 def groups_of_one() -> list[list[float]]:
-    group = bmt_core.config["tp_comm"]
+    group = bmt_core.current().topology.group(())
     x = torch.full((2,), float(bmt_core.rank()))
     return [
         distributed.all_reduce(x, comm=group).tolist(),
@@ -223,8 +221,8 @@ def pass_on() -> list[tuple[str, tuple[int, ...], float]]:
     ]
     for tensor in kinds:
         if rank % 2 == 0:
-            distributed.send_activations(tensor, (rank + 1) % size, bmt_core.config["comm"])
-        got = distributed.recv_activations((rank - 1) % size, bmt_core.config["comm"])
+            distributed.send_activations(tensor, (rank + 1) % size, bmt_core.current().world)
+        got = distributed.recv_activations((rank - 1) % size, bmt_core.current().world)
         if rank % 2 == 1:
             distributed.send_activations(tensor, (rank + 1) % size)
         received.append((str(got.dtype), tuple(got.shape), got.float().sum().item()))
@@ -289,7 +287,6 @@ def test_mistakes_are_clear_errors_before_anything_is_sent() -> None:
         lambda x: distributed.recv_activations(0),
         lambda x: bmt_core.sum_loss(x),
         lambda x: bmt_core.gather_result(x),
-        lambda x: nccl.groupStart(),
     ],
 )
 def test_before_init_it_says_to_call_init(call: Callable[[torch.Tensor], Any]) -> None:
@@ -326,7 +323,6 @@ def gathered_results() -> None:
         assert bmt_core.gather_result(torch.ones(2).to(dtype)).dtype == dtype
     last = bmt_core.gather_result(torch.full((rank, 2), rank))  # rank 0 has none left
     assert last[:, 1].tolist() == [owner for owner in range(size) for _ in range(owner)]
-    bmt_core.wait_loader()
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -345,78 +341,12 @@ def test_results_that_do_not_fit_are_an_error_on_every_rank() -> None:
         assert "(2, 3) torch.float32 on rank 0, (2, 4) torch.float32 on rank 1" in message
 
 
-# ---- old names ----
-
-
-def old_names() -> None:
-    comm = bmt_core.config["comm"]
-    rank, size = nccl.commRank(comm), nccl.commCount(comm)
-    assert (rank, size) == (bmt_core.rank(), bmt_core.world_size())
-    x = torch.arange(4.0) + rank
-    total = torch.arange(4.0) * size + sum(range(size))
-    out = torch.zeros(4)
-    nccl.allReduce(x, out, "sum", comm)
-    assert torch.equal(out, total) and torch.equal(x, torch.arange(4.0) + rank)
-    columns = torch.zeros(4, 2)
-    nccl.allReduce(x, columns[:, 0], "avg", comm)
-    assert torch.equal(columns[:, 0], total / size) and columns[:, 1].sum() == 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of typed storages, which old scripts pass
-        out = torch.zeros(4 * size)
-        nccl.allGather(x.storage(), out.storage(), comm)
-        assert torch.equal(out.view(size, 4)[rank], x)
-        nccl.broadcast(x.untyped_storage(), out[:4].clone().untyped_storage(), 0, comm)
-        in_place = x.clone()
-        nccl.allReduce(in_place.storage(), in_place.storage(), "max", comm)
-        assert torch.equal(in_place, torch.arange(4.0) + size - 1)
-    part = torch.zeros(4 // size)
-    nccl.reduceScatter(x, part, "sum", comm)
-    assert torch.equal(part, total.chunk(size)[rank])
-    sent = torch.zeros(4) if rank else x.clone()
-    nccl.broadcast(sent, sent, 0, comm)
-    assert torch.equal(sent, torch.arange(4.0))
-    result = torch.full((4,), -1.0)
-    nccl.reduce(x, result, "sum", size - 1, comm)
-    assert torch.equal(result, total if rank == size - 1 else torch.full((4,), -1.0))
-    with pytest.raises(TypeError, match="untyped storage is bytes"):
-        nccl.allReduce(x.untyped_storage(), out, "sum", comm)
-    with pytest.raises(ValueError, match="dst has 2 elements"):
-        nccl.allReduce(x, torch.zeros(2), "sum", comm)
-    with pytest.raises(RuntimeError, match="without groupStart"):
-        nccl.groupEnd()
-    if size > 1:
-        ring(rank, size, comm)
-
-
-def ring(rank: int, size: int, comm: Any) -> None:
-    """All send first: only a group of operations that wait for nothing gets through."""
-    x, out = torch.full((100_000,), float(rank)), torch.zeros(100_000)
-    nccl.groupStart()
-    nccl.groupStart()
-    nccl.recv(out, (rank - 1) % size, comm)
-    nccl.send(x, (rank + 1) % size, comm)
-    nccl.groupEnd()
-    nccl.groupEnd()
-    assert out.eq((rank - 1) % size).all()
-    if rank == 0:
-        nccl.send(x, 1, comm)
-    elif rank == 1:
-        nccl.recv(out, 0, comm)
-        assert out.eq(0).all()
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_old_names_work_on_tensors_and_storages(world_size: int) -> None:
-    run_ranks(old_names, world_size)
-
-
 # ---- on devices ----
 
 
 def on_the_device() -> None:
     with torch.device("cuda"):
         on_any_tensor()
-        old_names()
         assert bmt_core.gather_result(torch.ones(2)).is_cuda
     assert not bmt_core.gather_result(torch.ones(2)).is_cuda
     if bmt_core.world_size() > 1:

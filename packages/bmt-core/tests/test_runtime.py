@@ -12,42 +12,13 @@ import torch
 from bmt_core.comm import TorchBackend
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import runtime
-from bmt_core.run.topology import Topology
 from bmt_core.testing import rank_pool, run_ranks
-
-
-def state() -> dict[str, Any]:
-    config = runtime.config
-    comms = ["comm", "zero_comm", "tp_comm", "tp_zero_comm", "pipe_comm", "pp_zero_comm", "pp_tp_zero_comm"]
-    with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
-        config.wrold_size
-    with pytest.raises(TypeError):
-        config["rank"] = 3  # type: ignore[index]
-    config["calc_stream"].wait_stream(config.load_stream)
-    for name in ("tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_stream"):
-        config[name].synchronize()
-    config.load_event.record()
-    assert isinstance(config.topology, Topology)
-    assert set(config) >= {"initialized", "rank", "topology", *comms}
-    return {"groups": {name: config[name].ranks for name in comms}, "rank": config.rank, "tp": config["tp_size"]}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_config_answers_every_key_and_single_groups_for_missing_axes(world_size: int) -> None:
-    everyone = tuple(range(world_size))
-    for rank, seen in enumerate(run_ranks(state, world_size)):
-        alone = {"tp_comm", "pipe_comm"}
-        assert seen["rank"] == rank and seen["tp"] == 1
-        assert seen["groups"] == {name: (rank,) if name in alone else everyone for name in seen["groups"]}
 
 
 def test_before_init_questions_have_answers_and_work_an_error() -> None:
     assert (runtime.rank(), runtime.world_size(), runtime.is_initialized()) == (0, 1, False)
-    assert runtime.config.initialized is False
     with pytest.raises(NotInitializedError, match=r"Call init_distributed\(\) first"):
         runtime.current()
-    with pytest.raises(RuntimeError, match="not initialised"):
-        runtime.config["topology"]
     runtime.shutdown()
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from bmt_core.comm import Work
 from bmt_core.run import lanes
 from bmt_core.run.runtime import current
-from bmt_zero import Block, TransformerBlockList, use
+from bmt_zero import Block, TransformerBlockList
+from bmt_zero.schedule.block_call import BlockCall
 
 
 class Mark:
@@ -147,7 +148,7 @@ def python_calls(count: int, level: int) -> int:
 @contextmanager
 def delayed(cycles: int) -> Iterator[None]:
     """Delay every collective, before and after, and the computation before every use of gathered parameters."""
-    run, acquire = lanes.CudaLane.run, use.Use._acquire
+    run, acquire = lanes.CudaLane.run, BlockCall._acquire
 
     def slow_run(self: Any, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
         with torch.cuda.stream(self.stream):
@@ -161,11 +162,11 @@ def delayed(cycles: int) -> Iterator[None]:
         acquire(self, **kwargs)
         torch.cuda._sleep(cycles)
 
-    lanes.CudaLane.run, use.Use._acquire = slow_run, slow_acquire  # type: ignore[method-assign]
+    lanes.CudaLane.run, BlockCall._acquire = slow_run, slow_acquire  # type: ignore[method-assign]
     try:
         yield
     finally:
-        lanes.CudaLane.run, use.Use._acquire = run, acquire  # type: ignore[method-assign]
+        lanes.CudaLane.run, BlockCall._acquire = run, acquire  # type: ignore[method-assign]
 
 
 def trained_with_delays(levels: list[int], use_checkpoint: bool, cycles: int) -> list[torch.Tensor]:

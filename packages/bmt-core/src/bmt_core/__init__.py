@@ -25,11 +25,9 @@ from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.printing import print_block, print_dict, print_rank, see_memory
-from bmt_core.run.results import gather_result, sum_loss, wait_loader
+from bmt_core.run.results import gather_result, sum_loss
 from bmt_core.run.runtime import (
     Runtime,
-    config,
     current,
     init_distributed,
     is_initialized,
@@ -68,7 +66,6 @@ __all__ = [
     "Topology",
     "TorchFormat",
     "Work",
-    "config",
     "current",
     "gather_result",
     "grouped_parameters",
@@ -78,17 +75,12 @@ __all__ = [
     "is_initialized",
     "load",
     "load_checkpoint",
-    "print_block",
-    "print_dict",
-    "print_rank",
     "rank",
     "save",
     "save_checkpoint",
-    "see_memory",
     "shutdown",
     "sum_loss",
     "synchronize",
     "wait_for_saves",
-    "wait_loader",
     "world_size",
 ]

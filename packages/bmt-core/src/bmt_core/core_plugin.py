@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from bmt_core.checkpoint import CheckpointFormat
     from bmt_core.comm.protocols import CommBackend
+    from bmt_core.run.runtime import Runtime
 
 
 @hookimpl
@@ -38,3 +39,21 @@ def bmt_cli_commands() -> list[click.Command]:
     from bmt_core.cli import COMMANDS
 
     return COMMANDS
+
+
+@hookimpl
+def bmt_run_started(runtime: Runtime) -> None:
+    """Let torch's optimizers take their foreach and fused paths for distributed parameters."""
+    from bmt_core.params.parameter import DistributedParameter
+    from bmt_core.torch_internals import register_foreach_type
+
+    register_foreach_type(DistributedParameter)
+
+
+@hookimpl
+def bmt_run_stopping(runtime: Runtime) -> None:
+    """Leave torch as it was before the run."""
+    from bmt_core.params.parameter import DistributedParameter
+    from bmt_core.torch_internals import unregister_foreach_type
+
+    unregister_foreach_type(DistributedParameter)

@@ -35,7 +35,7 @@ def choose_square_root(binary: ModuleType) -> bool:
 @cache
 def _mkl_square_root() -> int:
     """The address of MKL's ``vmsSqrt`` in torch's library, 0 if it is not there."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    library = Path(torch.version.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         function: Any = ctypes.CDLL(str(library)).vmsSqrt
     except (OSError, AttributeError):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_core.errors import ConfigError
+from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.distributed_module import (
     extend,
     reduce_extended,
@@ -23,8 +24,9 @@ from bmt_core.modules.outermost_call import forward_scope
 from bmt_core.params.uninitialized import is_watched, place_buffers, require_values, watch_for_values
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
+from bmt_core.torch_internals import never_compiled
 from bmt_zero.nested import tensors_in
-from bmt_zero.state import BlockState
+from bmt_zero.schedule.block_engine import BlockEngine
 
 Mode = Literal["BLOCK", "PIPE"]
 
@@ -80,7 +82,7 @@ class Block(nn.Module):
         level = check_zero_level(current().settings.zero_level if zero_level is None else zero_level)
         if mode not in ("BLOCK", "PIPE"):
             raise ConfigError(f"mode must be 'BLOCK' or 'PIPE', not {mode!r}.")
-        self.__dict__["_bmt_block"] = BlockState(
+        self.__dict__["_bmt_block"] = BlockEngine(
             use_checkpoint=use_checkpoint,
             level=level,
             local_axes=("pp",) if mode == "PIPE" else (),
@@ -88,40 +90,44 @@ class Block(nn.Module):
             compile=compile,
         )
         place_buffers(self.modules(), current().device)
-        self._bmt_block.refresh(self)
+        self._bmt_block.block.refresh(self)
         watch_for_values(self)
-        for parameter in self._bmt_block.parameters():
+        for parameter in self._bmt_block.block.parameters():
             parameter._initialized = initialized
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._bmt_block
-        if state.running:  # inside its own call, with the full parameters in place
+        engine = self._bmt_block
+        if engine.is_running:  # inside its own call, with the full parameters in place
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
         if is_watched(self):
             require_values(self)
         with forward_scope(self):
-            return state.run(self, super().__call__, args, kwargs)
+            return engine.run(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the inner module on whole parameters; takes every argument that it takes."""
-        if not self._bmt_block.running:
+        engine = self._bmt_block
+        if not engine.is_running:
             return self(*args, **kwargs)
-        state = self._bmt_block
-        if state.compile:
-            recomputes = state.use_checkpoint and torch.is_grad_enabled()
+        if engine.compile:
+            recomputes = engine.use_checkpoint and torch.is_grad_enabled()
             return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
+
+    def set_use(self, use: BlockUse) -> None:
+        """Say which of the step's calls the following calls of the block are; for schedules: see :class:`BlockUse`."""
+        self._bmt_block.use = use
 
     @property
     def _zero_level(self) -> int:
         """The block's ZeRO level; may be changed between steps among 1, 2 and 3."""
-        return self._bmt_block.level
+        return self._bmt_block.block.level
 
     @_zero_level.setter
     def _zero_level(self, level: int) -> None:
-        self._bmt_block.set_level(check_zero_level(level))
+        self._bmt_block.block.set_level(check_zero_level(level))
 
     @property
     def _use_checkpoint(self) -> bool:
@@ -147,22 +153,23 @@ class Block(nn.Module):
 
     @property
     def _mode(self) -> Mode:
-        return "PIPE" if "pp" in self._bmt_block.local_axes else "BLOCK"
+        return "PIPE" if "pp" in self._bmt_block.block.local_axes else "BLOCK"
 
     @property
-    def _bmt_block(self) -> BlockState:
-        state: BlockState = self.__dict__["_bmt_block"]
-        return state
+    def _bmt_block(self) -> BlockEngine:
+        engine: BlockEngine = self.__dict__["_bmt_block"]
+        return engine
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Whole tensors by the inner module's names. Collective."""
-        self._bmt_block.put_parameters()
+        slots = self._bmt_block.block.slots
+        slots.show_parameters()
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         if not keep_vars:
             for key in [key for key in result if key.startswith(prefix)]:
                 if isinstance(result[key], torch.Tensor):
                     result[key] = whole_value(result[key])
-        self._bmt_block.settle()
+        slots.show_present()
         return result
 
     def _load_from_state_dict(
@@ -188,7 +195,7 @@ class Block(nn.Module):
 CheckpointBlock = Block
 
 
-@torch._disable_dynamo
+@never_compiled
 def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
     """Call ``block`` in a model that is compiled as a whole: what is compiled around the block ends before it."""
     return block(*args, **kwargs)

@@ -33,9 +33,9 @@ class TransformerBlockList(nn.Module):
         )
         for index, member in enumerate(members):
             self.add_module(str(index), member if isinstance(member, Block) else Block(member))
-        states = [block._bmt_block for block in self._blocks() if isinstance(block, Block)]
-        for state, following in itertools.pairwise(states):
-            state.following = following.number
+        sharded = [block._bmt_block.block for block in self._blocks() if isinstance(block, Block)]
+        for block, following in itertools.pairwise(sharded):
+            block.following = following.number
 
     def __len__(self) -> int:
         return len(self._modules)

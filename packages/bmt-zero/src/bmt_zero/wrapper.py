@@ -14,7 +14,7 @@ from bmt_core.params.parameter import DistributedParameter, make_distributed, ow
 from bmt_core.params.uninitialized import place_buffers, watch_for_values
 from bmt_core.run.runtime import current
 from bmt_zero.block import Block
-from bmt_zero.caches import without_cache_in_recomputation
+from bmt_zero.hugging_face import without_cache_in_recomputation
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""Modules whose names are looked up in the table when they are first used."""
+"""Modules whose names are looked up in the table, or among the files beside it, when they are first used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from bmtrain._table import TABLE, Home, submodules
+from bmtrain._table import FILE_MODULES, INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
 
 
 def make_lazy(module: ModuleType) -> None:
@@ -20,6 +20,8 @@ def make_lazy(module: ModuleType) -> None:
     # anybody imports them: importing `bmtrain.synchronize` would otherwise bind the module over the function of that name.
     for name in submodules(module.__name__):
         full_name = f"{module.__name__}.{name}"
+        if full_name in FILE_MODULES:
+            continue
         child = ModuleType(full_name, f"Names for ``{full_name}``: see ``bmtrain/_table.py``.")
         child.__spec__ = ModuleSpec(full_name, None, is_package=True)
         child.__path__ = []
@@ -36,21 +38,26 @@ def make_lazy(module: ModuleType) -> None:
 def resolve(home: Home, asked: str) -> Any:
     """Return what ``home`` stands for; ``asked`` is what the user wrote.
 
-    Raises ModuleNotFoundError that names the package to install, if it is missing. An error inside a package that is there
-    passes unchanged: it is not the user's installation that is wrong then.
+    Raises ModuleNotFoundError that names the package, and how to install it, if it is missing. An error inside a package that
+    is there passes unchanged: it is not the user's installation that is wrong then.
     """
     if importlib.util.find_spec(home.package) is None:
-        raise ModuleNotFoundError(
-            f"{asked} is provided by {home.distribution}, which is not installed. "
-            f'Install it with: pip install "bmtrain[{home.extra}]"',
-            name=home.package,
-        )
+        raise ModuleNotFoundError(_missing(home, asked), name=home.package)
     return getattr(importlib.import_module(home.module), home.attribute)
+
+
+def _missing(home: Home, asked: str) -> str:
+    if home.package in NOT_YET:
+        return f"{asked} will be provided by {home.distribution}, a package that does not exist yet."
+    install = INSTALL_HINTS[home.package]
+    return f"{asked} is provided by {home.distribution}, which is not installed. Install it with: {install}"
 
 
 def _look_up(module: ModuleType, name: str) -> Any:
     names = TABLE[module.__name__]
     asked = f"bmt{module.__name__.removeprefix('bmtrain')}.{name}"
+    if (full_name := f"{module.__name__}.{name}") in FILE_MODULES:
+        return importlib.import_module(full_name)
     if name not in names:
         close = difflib.get_close_matches(name, [*names, *submodules(module.__name__)], n=1)
         hint = f" Did you mean '{close[0]}'?" if close and not name.startswith("__") else ""

@@ -1,4 +1,4 @@
-"""Where every public name comes from: module of the facade → name → :class:`Home`.
+"""Where every public name of a module without a file comes from: module of the facade → name → :class:`Home`.
 
 The stubs (``*.pyi``) are written from this table by ``tools/facade_stubs.py``; a test compares the table, the stubs and what
 is really there.
@@ -25,11 +25,6 @@ class Home(NamedTuple):
         """What pip calls the package, such as ``bmt-zero``."""
         return self.package.replace("_", "-")
 
-    @property
-    def extra(self) -> str:
-        """The extra of ``bmtrain`` that installs the package, such as ``zero``."""
-        return self.package.removeprefix("bmt_")
-
 
 def _from(module: str, names: str) -> dict[str, Home]:
     return {name: Home(module, name) for name in names.split()}
@@ -40,6 +35,7 @@ _COLLECTIVES = _from(
     "bmt_core.run.collectives", "all_gather all_reduce broadcast recv_activations reduce_scatter send_activations"
 )
 _PARALLEL_LINEAR = _from("bmt_tp", "OpParallelLinear ReduceType")
+_WAIT_LOADER = _from("bmtrain._streams", "wait_loader")
 _SCHEDULERS = _from("bmt_optim.lr_scheduler", "Cosine Exponential Linear NoDecay Noam WSD WarmupLRScheduler")
 
 TABLE: dict[str, dict[str, Home]] = {
@@ -48,32 +44,27 @@ TABLE: dict[str, dict[str, Home]] = {
             "bmt_core",
             """
             BmtError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
-            ParameterInitializer PluginError RemoteError config current gather_result grouped_parameters
-            init_distributed init_parameters is_initialized load load_checkpoint print_block print_dict print_rank rank
-            save save_checkpoint see_memory shutdown sum_loss synchronize wait_for_saves wait_loader world_size
+            ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
+            init_parameters is_initialized load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
+            wait_for_saves world_size
             """,
         ),
+        **_from("bmtrain.global_var", "config"),
+        **_from("bmtrain.utils", "print_block print_dict print_rank see_memory"),
+        **_WAIT_LOADER,
         **_BLOCKS,
         **_from("bmt_zero", "BMTrainModelWrapper no_sync"),
         **_from("bmt_pipeline", "PipelineTransformerBlockList"),
     },
     "bmtrain.benchmark": _from("bmt_core.benchmark", "all_gather reduce_scatter send_recv"),
     "bmtrain.block_layer": _BLOCKS,
-    "bmtrain.debug": _from("bmt_core.debug", "append clear extend get set"),
     "bmtrain.distributed": _COLLECTIVES,
-    "bmtrain.global_var": _from("bmt_core", "config rank world_size"),
     "bmtrain.init": _from("bmt_core", "init_distributed is_initialized"),
     "bmtrain.layer": _from("bmt_core", "DistributedModule"),
     "bmtrain.loss": _from("bmt_core.loss", "FusedCrossEntropy"),
     "bmtrain.loss._function": _from("bmt_core.loss._function", "has_inf_nan"),
     "bmtrain.lr_scheduler": _SCHEDULERS,
     "bmtrain.lr_scheduler.warmup": _from("bmt_optim.lr_scheduler", "WarmupLRScheduler"),
-    "bmtrain.nccl": _from(
-        "bmt_core.nccl",
-        """
-        allGather allReduce broadcast commCount commRank groupEnd groupStart recv reduce reduceScatter send
-        """,
-    ),
     "bmtrain.nn": {
         **_from("bmt_tp", "ColumnParallelLinear Linear OpLinear RowParallelLinear VPEmbedding"),
         **_PARALLEL_LINEAR,
@@ -84,24 +75,35 @@ TABLE: dict[str, dict[str, Home]] = {
     "bmtrain.param_init": _from("bmt_core", "grouped_parameters init_parameters"),
     "bmtrain.parameter": _from("bmt_core", "DistributedParameter ParameterInitializer"),
     "bmtrain.pipe_layer": _from("bmt_pipeline", "PipelineTransformerBlockList"),
-    "bmtrain.store": {
-        **_from("bmt_core", "load save"),
-        **_from("bmt_core.store", "_save_to_rank0 allgather_objects broadcast_object"),
-    },
-    "bmtrain.synchronize": _from("bmt_core", "gather_result sum_loss synchronize wait_loader"),
-    "bmtrain.utils": {
-        **_from("bmt_core", "print_block print_dict print_rank see_memory"),
-        **_from("bmt_core.utils", "AverageRecorder check_torch_version round_up tp_split_tensor"),
-    },
+    "bmtrain.synchronize": {**_from("bmt_core", "gather_result sum_loss synchronize"), **_WAIT_LOADER},
     "bmtrain.wrapper": _from("bmt_zero", "BMTrainModelWrapper"),
 }
 
 
+FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.store", "bmtrain.utils")
+"""Public modules with code of their own, in files beside this one: what only scripts written for BMTrain need."""
+
+NOT_YET = ("bmt_pipeline", "bmt_tp")
+"""Packages that do not exist yet. The table has their names, so that the error can say where they will be."""
+
+# Written out, so that a test can find each line and check it. From a clone, pip needs the paths of all packages of ours.
+INSTALL_HINTS = {
+    "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
+    "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
+    "bmt_zero": 'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
+}
+"""How a user installs each package that names come from."""
+
+
 def submodules(module: str) -> list[str]:
-    """Return the last parts of the names of the modules directly below ``module``.
+    """Return the last parts of the names of the public modules directly below ``module``, in the table or in a file.
 
     >>> submodules("bmtrain.optim")
     ['optim_manager']
     """
     prefix = f"{module}."
-    return [name.removeprefix(prefix) for name in TABLE if name.startswith(prefix) and "." not in name[len(prefix) :]]
+    return [
+        name.removeprefix(prefix)
+        for name in (*TABLE, *FILE_MODULES)
+        if name.startswith(prefix) and "." not in name[len(prefix) :]
+    ]

@@ -3,4 +3,4 @@
 from bmt_core import gather_result as gather_result
 from bmt_core import sum_loss as sum_loss
 from bmt_core import synchronize as synchronize
-from bmt_core import wait_loader as wait_loader
+from bmtrain._streams import wait_loader as wait_loader

@@ -67,7 +67,7 @@ class Report:
 def _report_software(report: Report, device: torch.device) -> None:
     rows = [
         ("python", f"{platform.python_version()} on {sys.platform} ({platform.machine()})"),
-        ("torch", torch.__version__),
+        ("torch", torch.version.__version__),
         ("device", _describe_device(device)),
         ("engines", ", ".join(_engines())),
     ]

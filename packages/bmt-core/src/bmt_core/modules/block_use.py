@@ -8,12 +8,20 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class BlockUse:
-    """Which of the step's uses of a block the next call is.
+    """Which of the step's uses of a block a call is: whether its forward, and its backward, is the first or the last.
 
-    A schedule (pipeline stages, gradient accumulation) writes it, the sharding engine reads it: parameters are
-    gathered at ``first_*``, freed at ``last_forward`` and after ``last_backward``, and gradients are reduced at
-    ``last_backward``; before that they are summed locally, in float32 for half types. The default is a block that is
-    used once a step.
+    A schedule (pipeline stages, gradient accumulation) says it before the call's forward; the engine of the block acts on it:
+
+    - ``first_forward``: look whether an optimizer has stepped, and gather the parameters if they are not there.
+    - ``last_forward``: free them after this forward, at level 3. Otherwise they stay for the next forward.
+    - ``first_backward``: gather them again if they are not there. Otherwise they stay from the backward before this one, or from
+      the forward, if no forward was the last.
+    - ``last_backward``: reduce the gradients, and free the parameters. Before, gradients are summed on each rank, in float32 for
+      half types, without communication.
+
+    The default is a block that is used once a step. Per block and step at level 3, GPipe gathers twice (for all forwards, for
+    all backwards), 1F1B once, accumulation twice per micro-batch; each reduces once. Blocks that are about to be needed again may
+    stay gathered, which saves gathers.
     """
 
     first_forward: bool = True
@@ -23,7 +31,7 @@ class BlockUse:
 
 
 class Scheduled(Protocol):
-    """What a schedule drives."""
+    """What a schedule drives: a Block."""
 
     def set_use(self, use: BlockUse) -> None:
         """Say which use the following calls of the block are."""

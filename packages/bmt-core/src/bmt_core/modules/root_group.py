@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from bmt_core.params.gradient_sum import accumulates
 from bmt_core.params.parameter import DistributedParameter, take_now
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import accumulates
 
 _ALIGNMENT = 512  # bytes, for the parts in the flat tensors
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bmt_core.run.lanes import Mark
+from bmt_core.torch_internals import backward_pass, storage_key
 
 
 class GradientWitness:
@@ -43,7 +44,7 @@ class GradientWitness:
 
 
 def _states(grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
-    return [None if g is None else (g._version, int(g.storage_offset()), g.untyped_storage()._cdata) for g in grads]
+    return [None if g is None else (g._version, int(g.storage_offset()), storage_key(g)) for g in grads]
 
 
 class GradientSum:
@@ -71,7 +72,7 @@ class GradientSum:
 
     def forget_if_cleared(self) -> None:
         """Free what is kept when the gradients it stands behind are gone, or when the pass that took them failed."""
-        if self._taken is not None and torch._C._current_graph_task_id() == -1:
+        if self._taken is not None and backward_pass() == -1:
             self._wait()
             self._taken = self._flat = self._total = self._witness = None
         if self._flat is not None and self.is_first:
@@ -201,17 +202,6 @@ class GradientSum:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
             if sums is not flat:
                 flat.copy_(sums)
-
-
-def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass under way will add to ``leaf.grad``, as opposed to ``torch.autograd.grad``, which returns it."""
-    if not leaf.requires_grad:  # frozen since forward: autograd passes it over
-        return False
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # how torch says that the leaf's gradient is captured and not accumulated
-        return False
 
 
 def _copy(flat: torch.Tensor, reduced: torch.Tensor) -> None:

@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torch_optimizer
-import torch.utils._foreach_utils as foreach_utils
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from bmt_core.comm.autograd import AllGather
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.params.gradient_sum import GradientSum, accumulates
+from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.shard import Shard, even_ranges
 from bmt_core.params.uninitialized import blank_whole, has_values, mark_blank
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import accumulates
 
 InitMethod = Callable[[torch.Tensor], Any]
 _torch_data: Any = torch._C.TensorBase.__dict__["data"]
@@ -241,13 +240,6 @@ class DistributedParameter(torch.nn.Parameter):
             # A proxy: a parameter that held itself would be freed by the garbage collector only.
             self._sum = GradientSum([weakref.proxy(self)], [self.numel()], [0])
         return self._sum
-
-
-# torch's optimizers take their foreach and fused paths only for types that are listed here; DTensor enters in the
-# same way.
-for _types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types):
-    if DistributedParameter not in _types:
-        _types.append(DistributedParameter)  # type: ignore[arg-type]  # the list's type is inferred from its contents
 
 
 def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:

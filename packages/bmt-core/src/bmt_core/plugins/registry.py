@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from bmt_core.ops.provider import KernelProvider
     from bmt_core.run.runtime import Runtime
 
-# Axis -> the setting that asks for it and the package that brings it.
+# Axis -> the setting that asks for it and the package that will bring it.
 _AXIS_PROVIDERS = {"tp": ("tp_size", "bmt-tp"), "pp": ("pipe_size", "bmt-pipeline")}
 
 
@@ -115,7 +115,7 @@ class Registry:
     def mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
         """Return the axes that plugins add to the grid for ``settings``, sorted by (order, name).
 
-        Raises ConfigError naming the package to install when the settings ask for an axis that no plugin brings.
+        Raises ConfigError when the settings ask for an axis that no plugin brings.
         """
         owners = {"dp": "bmt-core"}  # the axis of the ranks that the others leave
         axes: list[MeshAxis] = []
@@ -132,7 +132,8 @@ class Registry:
             if size > 1 and name not in owners:
                 raise ConfigError(
                     f"{setting}={size} needs the axis {name!r}, which no active plugin provides. "
-                    f"Install the package {package}: pip install {package}"
+                    f"The package for it, {package}, does not exist yet: "
+                    f"leave {setting} at its default, or add a plugin whose hook bmt_mesh_axes brings the axis."
                 )
         return sorted(axes, key=lambda axis: (axis.order, axis.name))
 

@@ -121,7 +121,7 @@ def _group(x: Any, comm: Any) -> Group:
     runtime = current()
     if comm is not None and not isinstance(comm, Group):
         raise TypeError(
-            f"comm must be a group, such as config['comm'], or None for all ranks, not {type(comm).__name__}."
+            f"comm must be a group, such as current().world, or None for all ranks, not {type(comm).__name__}."
         )
     if x is not None:
         if not isinstance(x, torch.Tensor):

@@ -33,7 +33,3 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     return torch.cat([part[:length] for part, length in zip(gather_stacked(padded, group), lengths, strict=True)])
-
-
-def wait_loader() -> None:
-    """Do nothing: kept for scripts written for BMTrain, whose parameters were loaded on a stream that they had to wait for."""

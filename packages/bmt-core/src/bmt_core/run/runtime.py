@@ -6,16 +6,14 @@ import atexit
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
-from bmt_core.comm.streams import Event, Stream, make_event, make_stream
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.plugins import Registry, compare_across_ranks
@@ -64,8 +62,8 @@ class Runtime:
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], None]] = []
         """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
-        self._streams: dict[str, Stream] = {}
-        self._load_event: Event | None = None
+        self.at_shutdown: list[Callable[[], None]] = []
+        """Called by :func:`shutdown`: what takes hooks out of torch again."""
 
     @property
     def rank(self) -> int:
@@ -76,19 +74,6 @@ class Runtime:
     def world_size(self) -> int:
         """Number of processes."""
         return self.launch.world_size
-
-    def stream(self, name: str) -> Stream:
-        """The named stream, made when first asked for; on CPU a harmless stand-in."""
-        if name not in self._streams:
-            self._streams[name] = make_stream(self.device, current=name == "calc_stream")
-        return self._streams[name]
-
-    @property
-    def load_event(self) -> Event:
-        """The event that old scripts record after loading."""
-        if self._load_event is None:
-            self._load_event = make_event(self.device)
-        return self._load_event
 
     def describe(self) -> str:
         """One line: world, grid, device, backend, kernels, plugins."""
@@ -223,6 +208,8 @@ def shutdown() -> None:
     try:
         runtime.registry.run_stopping(runtime)
     finally:
+        for callback in runtime.at_shutdown:
+            callback()
         _current = None
         runtime.backend.close()
 
@@ -310,67 +297,3 @@ def _pin_cpu(launch: Launch) -> None:
     share = max(1, len(cores) // launch.local_world_size)
     first = launch.local_rank * share % len(cores)
     os.sched_setaffinity(0, cores[first : first + share])
-
-
-class RunConfig(Mapping[str, Any]):
-    """BMTrain's ``config``: a read-only view of the current run, by key or by attribute.
-
-    Groups that this run does not have (``tp_comm`` with tp_size 1) are groups of one rank. Before initialisation only
-    ``initialized`` (False), ``rank`` (0) and ``world_size`` (1) answer. Groups are made when first read, which is
-    collective.
-    """
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in _CONFIG:
-            raise KeyError(f"No config key is named {key!r}. Known: {', '.join(_CONFIG)}.")
-        if _current is None:
-            return {"initialized": False, "rank": 0, "world_size": 1}[key] if key in _EARLY else current()
-        return _CONFIG[key](_current)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        try:
-            return self[name]
-        except KeyError as error:
-            raise AttributeError(str(error.args[0])) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_CONFIG if _current is not None else _EARLY)
-
-    def __len__(self) -> int:
-        return len(_CONFIG if _current is not None else _EARLY)
-
-
-_EARLY = ("initialized", "rank", "world_size")
-_CONFIG: dict[str, Any] = {
-    "initialized": lambda r: True,
-    "rank": lambda r: r.rank,
-    "local_rank": lambda r: r.launch.local_rank,
-    "world_size": lambda r: r.world_size,
-    "local_size": lambda r: r.launch.local_world_size,
-    "pipe_size": lambda r: r.settings.pipe_size,
-    "pipe_enabled": lambda r: r.settings.pipe_size > 1,
-    "tp_size": lambda r: r.settings.tp_size,
-    "zero_size": lambda r: r.world_size,
-    "tp_zero_size": lambda r: r.world_size // r.topology.axis_size("tp"),
-    "zero_rank": lambda r: r.topology.zero_id,
-    "tp_rank": lambda r: r.topology.tp_id,
-    "tp_zero_rank": lambda r: r.topology.tp_zero_id,
-    "topology": lambda r: r.topology,
-    "micros": lambda r: r.settings.num_micro_batches or r.settings.pipe_size,
-    "comm": lambda r: r.world,
-    "zero_comm": lambda r: r.world,
-    "tp_comm": lambda r: r.topology.group(("tp",)),
-    "tp_zero_comm": lambda r: r.topology.shard_group(("tp",)),
-    "pipe_comm": lambda r: r.topology.group(("pp",)),
-    "pp_zero_comm": lambda r: r.topology.shard_group(("pp",)),
-    "pp_tp_zero_comm": lambda r: r.topology.shard_group(("pp", "tp")),
-    "calc_stream": lambda r: r.stream("calc_stream"),
-    "load_stream": lambda r: r.stream("load_stream"),
-    "tp_comm_stream": lambda r: r.stream("tp_comm_stream"),
-    "pp_comm_stream": lambda r: r.stream("pp_comm_stream"),
-    "barrier_stream": lambda r: r.stream("barrier_stream"),
-    "load_event": lambda r: r.load_event,
-}
-config = RunConfig()

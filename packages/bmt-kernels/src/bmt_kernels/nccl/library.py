@@ -61,7 +61,10 @@ def candidates() -> Iterator[tuple[str, bool]]:
         yield chosen, False
         return
     yield NAME, True
-    directories = [Path(torch.__file__).parent / "lib", Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib"]
+    directories = [
+        Path(torch.version.__file__).parent / "lib",
+        Path(torch.version.__file__).parents[1] / "nvidia" / "nccl" / "lib",
+    ]
     wheels = importlib.util.find_spec("nvidia")  # may lie in another directory than torch
     if wheels is not None and wheels.submodule_search_locations is not None:
         directories += [Path(location) / "nccl" / "lib" for location in wheels.submodule_search_locations]

@@ -10,6 +10,7 @@ import torch
 
 from bmt_core.ops.remainder import DTYPE as REMAINDER
 from bmt_core.ops.remainder import read_master, write_master
+from bmt_core.torch_internals import fused_adam_, fused_adamw_
 
 # Bounds the float32 temporaries to 256 MiB, however large the shard: a gradient and a denominator per element, and two more
 # numbers where a master is put together and taken apart. One bound for all: how torch's fused kernels round depends on the
@@ -167,7 +168,7 @@ def _update(rows: Sequence[_Row], s: _Settings) -> None:
 
 
 def _update_fused(rows: Sequence[_Row], s: _Settings) -> None:
-    fused = torch._fused_adamw_ if s.decoupled else torch._fused_adam_
+    fused = fused_adamw_ if s.decoupled else fused_adam_
     step = torch.full((), float(s.step), device=rows[0].param.device)
     fused(
         [_weight(row) for row in rows],

@@ -1,0 +1,52 @@
+"""After shutdown torch is as it was before init: no hook of ours is left in it, in none of its lists."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import json
+
+import torch
+import torch._dynamo  # torch imports it with the first optimizer, and it adds DTensor to the lists
+import torch.nn.modules.module as modules
+import torch.optim.optimizer as optimizers
+import torch.utils._foreach_utils as foreach
+
+import bmtrain as bmt
+
+
+def hooks():
+    found = {}
+    for module in (modules, optimizers):
+        for name, value in vars(module).items():
+            if name.startswith("_global_") and hasattr(value, "__len__"):
+                found[name] = len(value)
+    found["foreach"] = [len(optimizers._foreach_supported_types), len(foreach._foreach_supported_types)]
+    return found
+
+
+seen = [hooks()]
+for _ in range(2):
+    bmt.init_distributed(device="cpu")
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(3, 3)]), torch.nn.Linear(3, 3)))
+    for optimizer in (bmt.optim.AdamOptimizer(model.parameters()), bmt.optim.AdamOffloadOptimizer(model.parameters())):
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(optimizer)
+        manager.backward(model[1](model[0][0](torch.ones(2, 3))).sum())
+        manager.step()
+    seen.append(hooks())
+    bmt.shutdown()
+    seen.append(hooks())
+print(json.dumps(seen))
+"""
+
+
+def test_nothing_of_ours_stays_in_torch() -> None:
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    before, running, after, running_again, after_again = json.loads(ran.stdout.splitlines()[-1])
+    assert before == after == after_again
+    assert running == running_again != before

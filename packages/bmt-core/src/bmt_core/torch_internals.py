@@ -1,0 +1,120 @@
+"""Every private function of torch that bmt uses, under a name of our own. No other module of bmt uses any.
+
+A test of each says what breaks without it (``tests/test_torch_internals.py``), so that a new release of torch shows here first.
+Functions of torch stand here as they are where they are called once per block and pass: a wrapper would cost the host more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+import torch.utils._foreach_utils as foreach_utils
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that runs on this thread, -1 outside of any. No two passes have the same number."""
+
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
+"""Return consecutive views of a flat tensor, in the shapes of the given tensors (which may be on the meta device), in one call."""
+
+fused_adam_: Callable[..., None] = torch._fused_adam_
+"""Adam with coupled weight decay on lists of tensors, in one kernel."""
+
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
+"""Adam with decoupled weight decay on lists of tensors, in one kernel."""
+
+
+def when_backward_ends(callback: Callable[[], Any]) -> None:
+    """Have ``callback`` called when the backward pass under way has succeeded; if it fails, torch just lets go of ``callback``."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass under way will add to ``leaf.grad``, as opposed to ``torch.autograd.grad``, which returns it."""
+    if not leaf.requires_grad:  # frozen since forward: autograd passes it over
+        return False
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # how torch says that the leaf's gradient is captured and not accumulated
+        return False
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that is the same for tensors that share memory, as long as that memory lives, also when it has no bytes."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether somebody registered a hook on the gradient of any of ``tensors``."""
+    return True in [bool(t._backward_hooks or t._post_accumulate_grad_hooks) for t in tensors]
+
+
+def never_compiled(function: CallableT) -> CallableT:
+    """Keep ``function`` out of what torch.compile compiles; unlike ``torch.compiler.disable`` it does not import the compiler."""
+    kept_out: Any = torch._disable_dynamo(function)
+    return kept_out  # type: ignore[no-any-return]
+
+
+def are_transforms_active() -> bool:
+    """Whether the caller runs inside of ``torch.func.vmap``, ``grad`` or another transform."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler records, so that names given to ranges of work are seen."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def has_internal_overlap(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` share memory, as those of an expanded tensor do."""
+    return torch._debug_has_internal_overlap(tensor) == 1
+
+
+def make_subclass(kind: type[Any], data: torch.Tensor, requires_grad: bool) -> Any:
+    """Return a tensor of class ``kind`` on the memory of ``data``, a leaf of the autograd graph."""
+    return torch.Tensor._make_subclass(kind, data, requires_grad)
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Do what ``tensor.data = data`` does for a plain tensor, also where a subclass defines ``data`` anew."""
+    _data.__set__(tensor, data)
+
+
+_data: Any = torch._C.TensorBase.__dict__["data"]
+
+
+def swap_memory(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two tensors change places under their Python objects, each of which keeps its hooks.
+
+    ``torch.utils.swap_tensors`` refuses a tensor with weak references to it, as ``nn.LSTM`` has to its parameters.
+    """
+    hooks: Any = one._backward_hooks, one._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(one, other)
+    one._backward_hooks, one._post_accumulate_grad_hooks = hooks
+
+
+def register_foreach_type(kind: type[torch.Tensor]) -> None:
+    """Let torch's optimizers take their foreach and fused paths for tensors of class ``kind``. Harmless if they do already.
+
+    DTensor enters in the same way.
+    """
+    for types in _foreach_types():
+        if kind not in types:
+            types.append(kind)
+
+
+def unregister_foreach_type(kind: type[torch.Tensor]) -> None:
+    """Undo :func:`register_foreach_type`."""
+    for types in _foreach_types():
+        if kind in types:
+            types.remove(kind)
+
+
+def _foreach_types() -> list[list[Any]]:
+    return [torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types]

@@ -1,0 +1,186 @@
+"""Each private function of torch that bmt uses does what bmt needs it for."""
+
+from __future__ import annotations
+
+import copy
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bmt_core
+from bmt_core import torch_internals as internals
+
+PRIVATE = re.compile(
+    r"torch\._C\.|torch\._(?!foreach_|_)\w+|\._cdata|_execution_engine|_backward_hooks|_make_subclass|_foreach_supported_types"
+    r"|TensorBase|CURRENT_DEVICE|_grad_hooks|_is_profiler_enabled"
+)
+
+
+def test_no_other_module_uses_private_functions_of_torch() -> None:
+    packages = Path(bmt_core.__file__).parents[3]
+    sources = [path for path in packages.glob("*/src/**/*.py") if path.name != "torch_internals.py"]
+    assert len(sources) > 100
+    found = [
+        f"{p.name}: {line.strip()}" for p in sources for line in p.read_text().splitlines() if PRIVATE.search(line)
+    ]
+    assert found == []
+
+
+class Probe(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+        ctx.call = call
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.call()
+        return grads[0] * 2, None
+
+
+def run_backward(call: Any, x: torch.Tensor | None = None) -> None:
+    x = torch.ones(2, requires_grad=True) if x is None else x
+    Probe.apply(x, call).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_backward_passes_are_numbered() -> None:
+    found: list[int] = []
+    for _ in range(2):
+        run_backward(lambda: found.append(internals.backward_pass()))
+    assert internals.backward_pass() == -1 and len({*found, -1}) == 3
+
+
+def test_a_callback_runs_at_the_end_of_a_pass_that_succeeds() -> None:
+    order: list[str] = []
+    run_backward(lambda: (internals.when_backward_ends(lambda: order.append("end")), order.append("node")))
+    assert order == ["node", "end"]
+
+
+def test_a_callback_is_let_go_at_once_when_the_pass_fails() -> None:
+    class Callback:
+        def __call__(self) -> None:
+            raise AssertionError("called although the pass failed")
+
+    references = []
+
+    def fail() -> None:
+        callback = Callback()
+        references.append(weakref.ref(callback))
+        internals.when_backward_ends(callback)
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run_backward(fail)
+    assert references[0]() is None
+
+
+def test_a_leaf_accumulates_in_backward_and_not_in_autograd_grad() -> None:
+    found: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    run_backward(lambda: found.append(internals.accumulates(x)), x)
+    y = Probe.apply(x, lambda: found.append(internals.accumulates(x))).sum()  # type: ignore[no-untyped-call]
+    torch.autograd.grad(y, x)
+    assert found == [True, False] and not internals.accumulates(x.detach())
+
+
+def test_a_flat_tensor_is_cut_into_views_of_given_shapes() -> None:
+    flat = torch.arange(6.0)
+    first, second = internals.unflatten(flat, [torch.empty(2, 2, device="meta"), torch.empty(2, device="meta")])
+    second.zero_()
+    assert first.tolist() == [[0, 1], [2, 3]] and flat.tolist() == [0, 1, 2, 3, 0, 0]
+
+
+def test_tensors_that_share_memory_have_one_key_also_without_bytes() -> None:
+    memory, other = torch.empty(4), torch.empty(0)
+    assert internals.storage_key(memory) == internals.storage_key(memory[2:]) != internals.storage_key(other)
+    key = internals.storage_key(memory)
+    memory.untyped_storage().resize_(0)
+    assert internals.storage_key(memory) == key
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_seen(register: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not internals.has_gradient_hooks([x])
+    getattr(x, register)(lambda *_: None)
+    assert internals.has_gradient_hooks([torch.ones(1), x])
+
+
+def test_transforms_are_seen() -> None:
+    found = []
+    torch.func.vmap(lambda x: (found.append(internals.are_transforms_active()), x)[1])(torch.ones(2))
+    assert found == [True] and not internals.are_transforms_active()
+
+
+def test_the_profiler_is_seen() -> None:
+    with torch.profiler.profile():
+        assert internals.is_profiling()
+    assert not internals.is_profiling()
+
+
+def test_expanded_tensors_overlap() -> None:
+    assert internals.has_internal_overlap(torch.ones(1).expand(3)) and not internals.has_internal_overlap(torch.ones(3))
+
+
+class Marked(nn.Parameter):
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise AssertionError("refused")
+
+
+def test_subclasses_are_made_on_memory_and_given_other_data() -> None:
+    memory = torch.ones(3)
+    made = internals.make_subclass(Marked, memory, True)
+    assert type(made) is Marked and made.requires_grad and made.is_leaf
+    assert internals.storage_key(made) == internals.storage_key(memory)
+    internals.set_data(made, torch.zeros(5))
+    assert made.shape == (5,)
+
+
+def test_memory_changes_places_and_hooks_stay_with_the_objects() -> None:
+    lstm = nn.LSTM(2, 2, device="meta")  # keeps weak references to its parameters
+    parameter = lstm.weight_ih_l0
+    parameter.register_hook(lambda grad: grad)
+    other = nn.Parameter(torch.ones(3))
+    internals.swap_memory(parameter, other)
+    assert parameter is lstm.weight_ih_l0 and parameter.device.type == "cpu" and parameter.shape == (3,)
+    assert internals.has_gradient_hooks([parameter]) and not internals.has_gradient_hooks([other])
+
+
+def test_registered_types_take_the_foreach_path() -> None:
+    from torch.utils._foreach_utils import _foreach_supported_types
+
+    class Own(nn.Parameter):
+        pass
+
+    before = copy.copy(_foreach_supported_types)
+    internals.register_foreach_type(Own)
+    internals.register_foreach_type(Own)
+    assert _foreach_supported_types == [*before, Own]
+    internals.unregister_foreach_type(Own)
+    assert _foreach_supported_types == before
+
+
+def test_a_function_that_is_never_compiled_runs_as_it_is() -> None:
+    assert internals.never_compiled(lambda x: x + 1)(1) == 2
+
+
+def test_fused_updates_exist() -> None:
+    p, grad, mean, square = (torch.ones(2) for _ in range(4))
+    step = torch.zeros(())
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
+    for update in (internals.fused_adam_, internals.fused_adamw_):
+        step += 1
+        update([p], [grad], [mean], [square], [], [step], maximize=False, **options)
+    assert bool((p < 1).all())

@@ -1,0 +1,203 @@
+"""Linear layers whose backward writes the weight's gradient where it is reduced from.
+
+Autograd would make each gradient in memory of its own, to be copied into the flat tensor that is reduced: one more pass
+over all gradients. Here the product writes into the flat tensor. It is the same product, of the same operands in the same
+layout, that autograd would compute.
+
+[Note: save before computing] A recomputation stops when the last tensor that backward needs is there again, so that a
+block's last product is not computed a second time. What a custom function saves is seen only after its forward returned.
+So the layer tells the recomputation what it is going to save before it computes.
+
+The weight is no saved tensor, which hooks would have to carry through recomputation: backward reads it where it is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
+from bmt_zero.gradients.first_derivatives import first_derivatives_only
+
+
+class Location(NamedTuple):
+    """Which parameter, by its position, of which group of the block the weight, or the bias, of a layer is."""
+
+    group: int
+    position: int
+
+
+class LayerRecomputation(Protocol):
+    """What is told about layers that save a tensor and then compute: see [Note: save before computing]."""
+
+    def before_layer(self, input: torch.Tensor) -> int:
+        """Learn that a layer saves ``input`` and then computes; return what :meth:`after_layer` is to be told."""
+
+    def after_layer(self, before: int) -> None:
+        """Learn that the layer is done."""
+
+    def clear(self) -> None:
+        """Let go what was made again: the backward pass is over."""
+
+
+class GradientCall(Protocol):
+    """One call of a block, as far as its layers see it."""
+
+    @property
+    def layer_recomputation(self) -> LayerRecomputation | None:
+        """The recomputation of the call, if it is recomputed."""
+
+    def begin_backward(self) -> None:
+        """Have the whole parameters there."""
+
+    def destination(self, location: Location) -> tuple[torch.Tensor, bool] | None:
+        """Return where a gradient may be written: see :meth:`bmt_zero.gradients.full_gradients.FullGradients.destination`."""
+
+
+class RunningCall:
+    """Which call of a block has its forward running, if any."""
+
+    call: GradientCall | None = None
+
+
+class DirectLinear:
+    """The forward of one ``nn.Linear`` inside a block, while whole parameters are in the block's modules."""
+
+    def __init__(self, running: RunningCall, layer: nn.Linear, weight: Location, bias: Location | None) -> None:
+        self._running = running
+        self._parameters: dict[str, Any] = layer._parameters
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See ``torch.nn.functional.linear``."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if torch.compiler.is_compiling() or not _is_plain(input, weight, bias):
+            return linear(input, weight, bias)
+        call = self._running.call
+        recomputation = None if call is None else call.layer_recomputation
+        if recomputation is None:
+            return _Linear.apply(input, weight, bias, self, call)  # type: ignore[no-any-return, no-untyped-call]
+        before = recomputation.before_layer(input)
+        output: torch.Tensor = _Linear.apply(input, weight, bias, self, call)  # type: ignore[no-untyped-call]
+        recomputation.after_layer(before)
+        return output
+
+
+class _Linear(torch.autograd.Function):
+    """``linear`` whose backward writes gradients into place; without ``call``, in a part of a block that its backward
+    computes again (``torch.utils.checkpoint``), it returns them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: DirectLinear,
+        call: GradientCall | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight, ctx.layer, ctx.call = weight, layer, call
+        # Detached: the product of more than two dimensions is a view, and what follows may modify it in place.
+        return linear(input, weight, bias).detach()
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.call is not None:
+            ctx.call.begin_backward()  # backward may not have come through the block's outputs
+        (input,), weight = ctx.saved_tensors, ctx.weight
+        grad = grads[0].reshape(-1, weight.shape[0])
+        for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
+        of_input = grad.mm(weight).view(input.shape) if for_input else None
+        of_weight, of_bias = None, None
+        if for_weight:
+            flat = input.reshape(-1, weight.shape[1])
+            of_weight = _written(ctx.call, ctx.layer.weight, _WeightGradient(grad, flat))
+        if for_bias:
+            of_bias = _written(ctx.call, ctx.layer.bias, _BiasGradient(grad))
+        return of_input, of_weight, of_bias, None, None
+
+
+class _WeightGradient:
+    def __init__(self, grad: torch.Tensor, input: torch.Tensor) -> None:
+        self._factors = grad.t(), input
+
+    def made(self) -> torch.Tensor:
+        return torch.mm(*self._factors)
+
+    def into(self, destination: torch.Tensor) -> None:
+        torch.mm(*self._factors, out=destination)
+
+    def added_to(self, destination: torch.Tensor) -> None:
+        destination.addmm_(*self._factors)
+
+
+class _BiasGradient:
+    def __init__(self, grad: torch.Tensor) -> None:
+        self._grad = grad
+
+    def made(self) -> torch.Tensor:
+        return self._grad.sum(0)
+
+    def into(self, destination: torch.Tensor) -> None:
+        torch.sum(self._grad, 0, out=destination)
+
+    def added_to(self, destination: torch.Tensor) -> None:
+        destination += self._grad.sum(0)
+
+
+def _written(
+    call: GradientCall | None, location: Location, gradient: _WeightGradient | _BiasGradient
+) -> torch.Tensor | None:
+    """Write ``gradient`` where it is reduced from, or return it when autograd must see it."""
+    found = None if call is None else call.destination(location)
+    if found is None:
+        return gradient.made()
+    destination, is_there = found
+    if is_there:
+        gradient.added_to(destination)
+    else:
+        gradient.into(destination)
+    return None
+
+
+def direct_linears(
+    running: RunningCall, module: nn.Module, locations: Mapping[int, Location]
+) -> list[tuple[dict[str, Any], DirectLinear]]:
+    """Return ``(layer.__dict__, its DirectLinear)`` for each layer in ``module`` that may write its gradients itself.
+
+    ``locations`` says where the parameter with that id lies. A weight that several layers share is left to autograd.
+    """
+    layers = [m for m in module.modules() if type(m).forward is nn.Linear.forward and "forward" not in m.__dict__]
+    weights = [id(layer._parameters.get("weight")) for layer in layers]
+    found = []
+    for layer, weight in zip(layers, weights, strict=True):
+        bias = layer._parameters.get("bias")
+        if weight not in locations or weights.count(weight) > 1 or (bias is not None and id(bias) not in locations):
+            continue
+        assert isinstance(layer, nn.Linear)
+        of_bias = None if bias is None else locations[id(bias)]
+        found.append((layer.__dict__, DirectLinear(running, layer, locations[weight], of_bias)))
+    return found
+
+
+def _is_plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the product is what autograd would compute: no autocast, no transforms, no subclasses, no hooks."""
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and type(input) is torch.Tensor
+        and type(weight) is torch.Tensor
+        and input.dtype == weight.dtype
+        and input.ndim > 1
+        and not has_gradient_hooks([weight] if bias is None else [weight, bias])
+        and not torch.is_autocast_enabled(input.device.type)
+        and not are_transforms_active()
+    )

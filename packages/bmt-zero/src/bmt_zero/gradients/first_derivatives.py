@@ -1,0 +1,32 @@
+"""``first_derivatives_only``: for backward functions through which no second derivatives go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from bmt_core.errors import BmtError
+
+
+def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``backward(ctx, *grads)`` raise :class:`BmtError` when a graph of itself is asked for (``create_graph=True``).
+
+    Torch's ``once_differentiable`` raises only where the gradients that come in depend on something. Where they are constants the
+    graph just ends, and second derivatives lack a term.
+    """
+    differentiable = once_differentiable(backward)
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise BmtError(
+                "create_graph=True reached a Block, and there are no second derivatives through Blocks: they gather their"
+                " parameters for one backward pass. Compute what needs them in modules that are no Blocks."
+            )
+        return differentiable(ctx, *grads)
+
+    return checked

@@ -1,0 +1,51 @@
+"""``FullGradients``: the whole gradients of one group in one backward pass of one call.
+
+They lie in one flat tensor, laid out like the whole parameters, which is what is reduced. Gradients that linear layers
+write there themselves (:mod:`bmt_zero.gradients.direct_linear`) need no copy; the others come in one multi-tensor copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bmt_zero.sharding.parameter_group import ParameterGroup
+
+
+class FullGradients:
+    """A flat tensor of ``dtype`` for the whole gradients of ``group``, uninitialised until :meth:`complete`."""
+
+    def __init__(self, group: ParameterGroup, dtype: torch.dtype) -> None:
+        self._group = group
+        self._flat = torch.empty(group.layout.total, dtype=dtype, device=group.device)
+        self._views = group.views_of(self._flat)
+        self._is_written = [False] * len(self._views)
+
+    def destination(self, index: int) -> tuple[torch.Tensor, bool] | None:
+        """Return where the gradient of parameter ``index`` belongs and whether one is there, to which to add.
+
+        The caller writes it at once. None when it cannot be written in place: the tensor has another dtype.
+        """
+        if self._flat.dtype != self._group.dtype:
+            return None
+        was_written, self._is_written[index] = self._is_written[index], True
+        return self._views[index], was_written
+
+    def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
+        """Add ``grads`` to what was written in place and return the flat tensor, zero where not ``wanted``."""
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        empty = self._group.gaps_of(self._flat)
+        for view, grad, want, written in zip(self._views, grads, wanted, self._is_written, strict=True):
+            if not want or (grad is None and not written):
+                empty.append(view)
+            elif grad is not None:
+                (added if written else copied).append((view, grad.to_dense() if grad.is_sparse else grad))
+        if copied:
+            torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
+        if added:
+            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
+        if empty:
+            torch._foreach_zero_(empty)
+        return self._flat

@@ -1,0 +1,139 @@
+"""``GradientReducer``: sums the whole gradients of one group over its ranks, beside the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+
+from bmt_core.comm import Work
+from bmt_core.params.gradient_sum import GradientSum, GradientWitness
+from bmt_core.params.owner import ReductionWatcher
+from bmt_core.params.shard import summation_dtype
+from bmt_core.run.lanes import Lane
+from bmt_core.settings import ReduceDtype
+from bmt_zero.gradients.full_gradients import FullGradients
+from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.sharding.parameter_group import ParameterGroup
+from bmt_zero.sharding.unsharded_buffer import named
+
+
+class GradientReducer:
+    """Takes whole gradients of ``group`` and leaves this rank's part of their sum over the ranks in ``.grad``.
+
+    Reductions run in ``lane``. What they read belongs to the reducer from then on: it is kept ``in_flight``.
+    """
+
+    def __init__(
+        self, group: ParameterGroup, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
+    ) -> None:
+        self.sum = GradientSum(group.parameters, group.pieces, group.indices)
+        self.watcher: ReductionWatcher | None = None
+        self._group = group
+        self._name = name
+        self._reduce_dtype = reduce_dtype
+        self._lane = lane
+        self._ranks = lane.group(group.ranks)
+        self._in_flight = in_flight
+        self._held_back: torch.Tensor | None = None
+        self._witness: GradientWitness | None = None  # of .grad as it was when gradients were held back
+
+    @property
+    def held_back_bytes(self) -> int:
+        """Size of what :meth:`hold_back` keeps between micro-batches, if any parameter trains."""
+        trains = True in [parameter.requires_grad for parameter in self._group.parameters]
+        return self._group.layout.total * summation_dtype(self._group.dtype).itemsize if trains else 0
+
+    def new_full_gradients(self) -> FullGradients:
+        """Return room for the whole gradients of one backward pass, in the dtype of the wire."""
+        self._in_flight.make_room()
+        return FullGradients(self._group, self._wire_dtype)
+
+    def forget_cleared(self) -> None:
+        """Drop what is kept when the user has cleared the gradients: see the notes in :mod:`bmt_core.params.gradient_sum`."""
+        self.sum.forget_if_cleared()
+        if self._witness is not None and not self._witness.unchanged():
+            self._held_back = self._witness = None
+
+    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
+        """Start to reduce ``full``, flat whole gradients, and what was held back, into the :attr:`sum`. Collective."""
+        full = self._with_held_back(full)
+        reduced = self._output_for(full, stays=self.sum.is_first and self._output_dtype(full) == self._group.dtype)
+        then = self.sum.take(reduced, needed)
+        self._lane.after(self._lane.here())
+        with named(f"reduce {self._name}"):
+            done = self._lane.run(lambda: self._start(reduced, full), then)
+        self._in_flight.keep(self._name, full, done)
+        self.sum.ready_at(done)
+        if self.watcher is not None and self.sum.flat is not None:
+            self.watcher(self.sum.flat, done)
+
+    def reduce_now(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective."""
+        full = self._with_held_back(full)
+        reduced = self._output_for(full, stays=True)
+        self._lane.after(self._lane.here())
+        self._lane.run(lambda: self._start(reduced, full)).wait()
+        return reduced
+
+    def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
+        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32.
+
+        ``.grad`` becomes zero where there is none yet: when ``zero_grad`` touches it, what is kept here goes too.
+        """
+        self.forget_cleared()
+        if self._held_back is None:
+            self._held_back = full.to(summation_dtype(self._group.dtype))
+        else:
+            self._held_back += full
+        parameters = self._group.parameters
+        zeros = self.sum.views(torch.zeros_like(self._group.shard))
+        for parameter, zero, wanted in zip(parameters, zeros, needed, strict=True):
+            if parameter.grad is None and wanted:
+                parameter.grad = zero
+        self._witness = GradientWitness(parameters, [parameter.grad for parameter in parameters])
+
+    def reduce_held_back(self) -> None:
+        """Reduce what :meth:`hold_back` kept and no later backward pass took along. Collective."""
+        self.forget_cleared()
+        if self._held_back is not None:
+            nothing = torch.zeros(self._group.layout.total, dtype=self._wire_dtype, device=self._group.device)
+            self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
+            self._in_flight.wait()
+            self.sum.finish()
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        dtype = self._group.dtype
+        if self._group.ranks.size == 1 or self._reduce_dtype == "param":
+            return dtype
+        # An all-reduce has no form that sends a half type and sums float32.
+        is_wide = self._group.is_replicated or self._reduce_dtype == "fp32"
+        return summation_dtype(dtype) if is_wide else dtype
+
+    def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
+        self.forget_cleared()
+        held, self._held_back, self._witness = self._held_back, None, None
+        if held is None:
+            return full
+        held += full
+        return held
+
+    def _output_for(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
+        """Return the tensor to reduce into: memory of the computation if it ``stays`` as a gradient, else of the lane."""
+        if self._group.is_replicated:
+            return full
+        with nullcontext() if stays else self._lane.memory():
+            return torch.empty(
+                self._group.layout.slice_length, dtype=self._output_dtype(full), device=self._group.device
+            )
+
+    def _output_dtype(self, full: torch.Tensor) -> torch.dtype:
+        is_same = self._group.is_replicated or self._reduce_dtype == "param"
+        return full.dtype if is_same else summation_dtype(full.dtype)
+
+    def _start(self, reduced: torch.Tensor, full: torch.Tensor) -> Work:
+        if self._group.is_replicated:
+            return self._ranks.all_reduce(full)
+        return self._ranks.reduce_scatter(reduced, full)

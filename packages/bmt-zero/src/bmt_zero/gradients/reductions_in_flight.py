@@ -1,0 +1,38 @@
+"""``ReductionsInFlight``: keeps alive what reductions under way still read."""
+
+from __future__ import annotations
+
+import torch
+
+from bmt_core.run.lanes import Mark
+
+
+class ReductionsInFlight:
+    """Full gradients that the lane still reads: those of one block beside the one whose backward fills its own.
+
+    With none the backward of a block would wait for the reduction of the block before it. They are memory of the
+    computation, so they are kept until the computation has waited for the lane: see [Note: buffer lifetime] in
+    :mod:`bmt_core.run.lanes`.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, torch.Tensor, Mark]] = []
+
+    def keep(self, block: str, full: torch.Tensor, done: Mark) -> None:
+        """Keep ``full``, which a reduction for ``block`` reads, until ``done``."""
+        self._kept.append((block, full, done))
+
+    def make_room(self) -> None:
+        """Wait for the reductions of all blocks but the last one, and free what they read: before new memory is asked for."""
+        if self._kept:
+            self._free_all_but(self._kept[-1][0])
+
+    def wait(self) -> None:
+        """Wait until nothing is read any more, and free it: the backward pass is over."""
+        self._free_all_but(None)
+
+    def _free_all_but(self, last: str | None) -> None:
+        kept, self._kept = self._kept, [entry for entry in self._kept if entry[0] == last]
+        for block, _, done in kept:
+            if block != last:
+                done.wait()

@@ -1,0 +1,69 @@
+"""Key-value caches among the arguments of a block: objects that the block changes, and that recomputation must not.
+
+A cache, as Hugging Face's models pass it from layer to layer, is an object that answers ``get_seq_length()`` or, for
+linear attention, ``update_conv_state()``. A block appends its keys and values to it. Recomputed with the same object, the
+block would find its own entries there; so it gets a copy of the cache as it was before forward. The tensors in it are
+shared where the cache replaces them; one that writes to them says so by ``is_compileable``, and its tensors are copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def with_own_caches(arguments: Any) -> Any:
+    """Return ``arguments`` with every cache in them replaced by a copy; what holds none is returned as it is."""
+    if isinstance(arguments, (tuple, list)) and not hasattr(arguments, "_fields"):
+        items = [with_own_caches(item) for item in arguments]
+        return arguments if all(map(operator.is_, items, arguments)) else type(arguments)(items)
+    if type(arguments) is dict:
+        changed = {key: with_own_caches(value) for key, value in arguments.items()}
+        return arguments if all(map(operator.is_, changed.values(), arguments.values())) else changed
+    return _copied(arguments) if _is_cache(arguments) else arguments
+
+
+def without_cache_in_recomputation(module: nn.Module) -> None:
+    """Let ``module`` build no cache, unless asked, in training with blocks that recompute.
+
+    It would keep keys and values of every layer until backward, which recomputation is there to throw away.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+    if "use_cache" in names and getattr(getattr(module, "config", None), "use_cache", False):
+        module.register_forward_pre_hook(functools.partial(_no_cache, names.index("use_cache")), with_kwargs=True)
+
+
+def _no_cache(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_said = len(args) > place or kwargs.get("use_cache") is not None
+    if is_said or not (module.training and torch.is_grad_enabled() and _recomputes(module)):
+        return None
+    return args, {**kwargs, "use_cache": False}
+
+
+def _recomputes(module: nn.Module) -> bool:
+    engines = (inner.__dict__.get("_bmt_block") for inner in module.modules())
+    return any(engine is not None and engine.use_checkpoint for engine in engines)
+
+
+def _is_cache(value: Any) -> bool:
+    known = any(callable(getattr(value, name, None)) for name in ("get_seq_length", "update_conv_state"))
+    return known and not isinstance(value, (torch.Tensor, nn.Module, type))
+
+
+def _copied(value: Any, is_written: bool = False) -> Any:
+    if _is_cache(value):
+        made = copy.copy(value)
+        is_written = bool(getattr(value, "is_compileable", False))
+        made.__dict__.update({name: _copied(held, is_written) for name, held in vars(value).items()})
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, is_written) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item, is_written) for key, item in value.items()}
+    return value.clone() if is_written and isinstance(value, torch.Tensor) else value

@@ -1,0 +1,71 @@
+"""The two autograd nodes around a block, by which its backward begins and ends.
+
+[Note: the two nodes] ``Enter`` makes the whole parameters out of the shards; ``Leave`` passes the outputs on. In
+backward ``Leave`` runs before anything inside the block and ``Enter`` after everything: it is the oldest node of the
+block, and torch runs the youngest ready node first. So ``Leave`` gathers, and ``Enter`` reduces and frees, at
+the right moment whatever the graph around looks like: frozen or skipped blocks, a block used twice, several graphs,
+``retain_graph``, ``autograd.grad``. An empty tensor, the token, goes from ``Enter`` to ``Leave``: a block whose
+outputs got a gradient reduces, even if none of its parameters took part on this rank, so that all ranks reduce alike.
+
+``Enter`` also takes an empty leaf of the block's own. A backward pass that would accumulate into that leaf, which nobody
+knows, accumulates into all: the ordinary ``backward()``, told from ``autograd.grad`` and ``backward(inputs=...)`` at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from bmt_zero.gradients.first_derivatives import first_derivatives_only
+from bmt_zero.schedule.block_call import BlockCall
+
+
+class Enter(torch.autograd.Function):
+    """(call, leaf, shards…) -> (token, whole parameters…): see [Note: the two nodes]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, leaf: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.leaf = leaf
+        fulls = [view for group in call.groups for view in group.views()]
+        ctx.mark_non_differentiable(*[full for full, s in zip(fulls, shards, strict=True) if not s.requires_grad])
+        return torch.empty(0, device=shards[0].device), *fulls
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:], leaf=ctx.leaf)
+
+
+class Leave(torch.autograd.Function):
+    """(call, token, outputs…) -> outputs…: see [Note: the two nodes]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, token: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.token_device = token.device
+        # Detached, not returned as they are: an output may be modified in place by the code after the block.
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.call.begin_backward()
+        token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
+        return None, token, *grads
+
+
+class EndAtInputs:
+    """Ends a call when the gradients of its inputs are there; does not keep it alive: the hook may outlive the graph."""
+
+    def __init__(self, call: BlockCall) -> None:
+        self._call = weakref.ref(call)
+
+    def __call__(self, grads: Any) -> None:
+        call = self._call()
+        if call is not None:
+            call.end()

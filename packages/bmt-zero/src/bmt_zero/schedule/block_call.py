@@ -1,0 +1,273 @@
+"""``BlockCall``: one call of a block, from its forward to the end of its backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from bmt_core.modules.block_use import BlockUse
+from bmt_core.torch_internals import accumulates, backward_pass, when_backward_ends
+from bmt_zero.gradients.direct_linear import LayerRecomputation, Location
+from bmt_zero.gradients.full_gradients import FullGradients
+from bmt_zero.schedule.sharded_block import ShardedBlock
+from bmt_zero.schedule.sharded_group import ShardedGroup
+from bmt_zero.sharding.parameter_slots import ParameterSlots, WholeParameters
+
+
+class Phase(Enum):
+    """What of a call is under way."""
+
+    REST = auto()
+    """Nothing: before its forward, between forward and backward, after it."""
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class BlockCall:
+    """Holds a block's whole parameters while one call needs them, and takes its gradients.
+
+    ``use`` says which of the step's calls it is. ``foreign`` will hold the whole parameters, by id, that the block uses and
+    others shard. ``writes_directly``: linear layers may write their gradients where they are reduced from.
+    """
+
+    def __init__(self, block: ShardedBlock, use: BlockUse) -> None:
+        self.block = block
+        self.use = use
+        self.groups = list(block.groups)
+        self.phase = Phase.REST
+        self.foreign: dict[int, torch.Tensor] = {}
+        self.writes_directly = True
+        self.recomputation: weakref.ref[LayerRecomputation] | None = None
+        self.input_hook: RemovableHandle | None = None
+        self._holds = False
+        self._is_awaited = False
+        self._pass = -1  # the backward pass whose end is waited for
+        self._versions: list[int] = []
+        self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
+        self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
+        self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # what backward has put into the modules
+        self._full: dict[int, FullGradients] = {}
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the block's own code runs for this call, so that a backward pass under way is one inside of it.
+
+        The parameters are there then and must stay, and the gradients are that code's own (``torch.autograd.grad``).
+        """
+        return self.block.running.call is self
+
+    @property
+    def layer_recomputation(self) -> LayerRecomputation | None:
+        """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
+        return None if self.recomputation is None else self.recomputation()
+
+    def begin_forward(self) -> None:
+        """Have the parameters gathered. Collective."""
+        self.phase = Phase.FORWARD
+        self._acquire(looks=self.use.first_forward)
+        self._versions = [group.data.number for group in self.groups]
+        self._trains = [[parameter.requires_grad for parameter in group.group.parameters] for group in self.groups]
+
+    def end_forward(self, *, succeeded: bool, backward_follows: bool) -> None:
+        """Let go what need not stay until the backward."""
+        self.phase = Phase.REST
+        if succeeded:
+            self.block.keep_gathered(self.groups, until_next=not self.use.last_forward)
+            self._await_backward(backward_follows and not self.use.first_backward)
+        if not backward_follows or 3 in [group.level for group in self.groups]:
+            self._let_go()
+
+    def begin_backward(self) -> None:
+        """Have the parameters gathered again, with the values that forward saw, and in the modules. Collective."""
+        if self.phase is Phase.BACKWARD or self.is_computing:
+            return
+        self._full.clear()
+        self._watch_end_of_pass()
+        if self.use.first_backward:
+            for group in self.groups:
+                group.look_for_changes()
+        if self._versions != [group.data.number for group in self.groups]:
+            raise RuntimeError(
+                "The parameters of a block were changed between its forward and its backward, so its gradients would be wrong."
+                " Run backward before the optimizer's step, or run forward again."
+            )
+        self.phase = Phase.BACKWARD
+        self._acquire(looks=False)
+        self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
+        slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
+        slots.put(whole)
+        self._whole = slots, whole
+
+    def destination(self, location: Location) -> tuple[torch.Tensor, bool] | None:
+        """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
+        if not self.writes_directly or self.is_computing:
+            return None
+        return self._full_gradients(location.group).destination(location.position)
+
+    def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, leaf: torch.Tensor) -> Any:
+        """Reduce the whole gradients; return those of the shards that autograd is to have. Collective.
+
+        ``leaf`` is the empty leaf that tells an ordinary ``backward()``: see [Note: the two nodes].
+        """
+        try:
+            return self._reduce(grads, needed, is_ordinary=accumulates(leaf))
+        finally:
+            self._end_backward()
+
+    def end(self) -> None:
+        """The backward pass is over, or there will be none: hold nothing, watch nothing."""
+        self._end_backward()
+        if self.input_hook is not None:
+            self.input_hook.remove()
+
+    def end_pass(self, *, succeeded: bool) -> None:
+        """The backward pass is over: gradients are complete, and nothing stays gathered, whatever happened in the block."""
+        self._pass = -1
+        recomputation = None if self.recomputation is None else self.recomputation()
+        if recomputation is not None:
+            recomputation.clear()
+        self.end()
+        if succeeded:
+            for group in self.groups:
+                group.reducer.sum.finish()
+            self.block.run.prefetch.drop()
+            self.block.run.in_flight.wait()
+
+    def __del__(self) -> None:
+        # The graph is gone without a backward: an output that nobody used, an exception.
+        self.end()
+
+    def _watch_end_of_pass(self) -> None:
+        this_pass = backward_pass()
+        if self._pass != this_pass:
+            self._pass = this_pass
+            when_backward_ends(_EndOfPass(self))
+
+    def _end_backward(self) -> None:
+        self._full.clear()
+        self._await_backward(False)
+        if self.phase is Phase.BACKWARD:
+            self.phase = Phase.REST
+            self.block.keep_gathered(self.groups, until_next=not self.use.last_backward and self.block.awaited > 0)
+        self._let_go()
+
+    def _await_backward(self, is_awaited: bool) -> None:
+        self.block.awaited += is_awaited - self._is_awaited
+        self._is_awaited = is_awaited
+
+    def _let_go(self) -> None:
+        if self._whole is not None:
+            (slots, whole), self._whole = self._whole, None
+            slots.take_out(whole)
+        if self._holds:
+            self._holds = False
+            for group in self.groups:
+                group.release()
+
+    def _acquire(self, *, looks: bool) -> None:
+        was_held = self._holds
+        held: list[ShardedGroup] = []
+        try:
+            for group in self.groups:
+                if looks:
+                    group.look_for_changes()
+                group.start_gather()
+                group.buffer.hold()
+                held.append(group)
+            self.block.run.prefetch.begins(self.block, is_backward=self.phase is Phase.BACKWARD)
+            for group in self.groups:
+                group.wait()
+        except BaseException:
+            for group in held:
+                group.release()
+            self.phase = Phase.REST
+            raise
+        self._holds = True
+        if was_held:
+            for group in self.groups:
+                group.release()
+
+    def _full_gradients(self, number: int) -> FullGradients:
+        if number not in self._full:
+            self._full[number] = self.groups[number].reducer.new_full_gradients()
+        return self._full[number]
+
+    def _reduce(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, is_ordinary: bool
+    ) -> list[torch.Tensor | None]:
+        results: list[torch.Tensor | None] = []
+        if self._whole is not None:
+            grads = _with_gradients_of([leaf for leaves in self._leaves.values() for leaf in leaves], grads)
+        position = 0
+        for number, group in enumerate(self.groups):
+            own = slice(position, position + len(group.group.parameters))
+            position = own.stop
+            if any(needed[own]):
+                results += self._reduce_group(number, grads[own], needed[own], is_ordinary=is_ordinary)
+            else:
+                results += [None] * len(group.group.parameters)
+        return results
+
+    def _reduce_group(
+        self, number: int, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, is_ordinary: bool
+    ) -> Sequence[torch.Tensor | None]:
+        group = self.groups[number]
+        gradient_sum = group.reducer.sum
+        full = self._full_gradients(number)
+        parameters = group.group.parameters
+        # Which leaves this pass adds to: all of them in backward(), none in autograd.grad(), some in backward(inputs=…).
+        if is_ordinary:
+            taking = [need and p.requires_grad for need, p in zip(needed, parameters, strict=True)]
+        else:
+            taking = [need and accumulates(p) for need, p in zip(needed, parameters, strict=True)]
+        if True not in taking:
+            return gradient_sum.rounded(group.reduce_now(full.complete(grads, needed)), needed)
+        flat = full.complete(grads, taking)
+        if group.group.is_hooked:
+            return gradient_sum.seen_by_hooks(group.reduce_now(flat), taking)
+        if not self.use.last_backward and not gradient_sum.is_taking:
+            group.reducer.hold_back(flat, taking)
+        else:
+            self._watch_end_of_pass()
+            group.reduce(flat, taking)
+        return [None] * len(needed)
+
+
+class _EndOfPass:
+    """Ends a call's part in a backward pass: when torch calls it, or lets go of it because the pass failed."""
+
+    def __init__(self, call: BlockCall) -> None:
+        self._call: BlockCall | None = call
+
+    def __call__(self) -> None:
+        self._end(succeeded=True)
+
+    def __del__(self) -> None:
+        self._end(succeeded=False)
+
+    def _end(self, *, succeeded: bool) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.end_pass(succeeded=succeeded)
+
+
+def _with_gradients_of(
+    leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """Return ``grads`` with what has arrived at ``leaves`` added, which lose it.
+
+    Gradients arrive there in a part of the block that ``torch.utils.checkpoint(use_reentrant=True)`` differentiates by itself.
+    """
+    arrived = [leaf.grad for leaf in leaves]
+    if arrived.count(None) == len(arrived):
+        return grads
+    for leaf in leaves:
+        leaf.grad = None
+    return [
+        grad if own is None else own if grad is None else grad + own for grad, own in zip(grads, arrived, strict=True)
+    ]

@@ -1,0 +1,151 @@
+"""``BlockEngine``: runs the calls of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from bmt_core.modules.block_use import BlockUse
+from bmt_core.modules.outermost_call import gather_once
+from bmt_core.settings import ReduceDtype
+from bmt_core.torch_internals import has_gradient_hooks
+from bmt_zero.nested import map_tensors, tensors_in
+from bmt_zero.schedule.autograd_nodes import EndAtInputs, Enter, Leave
+from bmt_zero.schedule.block_call import BlockCall
+from bmt_zero.schedule.recomputation import Recomputation
+from bmt_zero.schedule.saved_tensors import saved_for_backward
+from bmt_zero.schedule.sharded_block import ShardedBlock
+from bmt_zero.sharding.parameter_slots import WholeParameters
+
+
+class BlockEngine:
+    """How a block is run: with recomputation in backward (``use_checkpoint``), compiled, and as which call of a schedule."""
+
+    def __init__(
+        self,
+        *,
+        use_checkpoint: bool,
+        level: int,
+        local_axes: Collection[str] = (),
+        reduce_dtype: ReduceDtype = "fp32-sum",
+        compile: bool = False,
+    ) -> None:
+        self.use_checkpoint = use_checkpoint
+        self.compile = compile
+        self.use = BlockUse()
+        # What is compiled finds its linear layers as they are.
+        self.block = ShardedBlock(
+            level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, direct_gradients=not compile
+        )
+        self._leaf: torch.Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        # A copy lays its own parameters out when it is first called.
+        block = self.block
+        return _copy_of, (self.use_checkpoint, block.level, block.local_axes, block.reduce_dtype, self.compile)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the block's own code runs, with whole parameters in its modules."""
+        return self.block.running.call is not None
+
+    def run(
+        self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return ``function(*args, **kwargs)``, which calls ``module`` with whole parameters. Collective."""
+        block = self.block
+        block.refresh(module)
+        for group in block.groups:
+            group.reducer.forget_cleared()
+        call = BlockCall(block, self.use)
+        call.begin_forward()
+        succeeded = backward_follows = False
+        try:
+            token, whole = self._enter(call)
+            slots = block.slots
+            slots.put(whole)
+            try:
+                outputs = self._forward(call, function, args, kwargs)
+            finally:
+                slots.take_out(whole)
+            if has_gradient_hooks(whole.own):
+                call.writes_directly = False  # who watches a whole gradient must see it
+            outputs = _leave(call, token, (args, kwargs), outputs)
+            backward_follows = any(output.requires_grad for output in tensors_in(outputs))
+            succeeded = True
+            return outputs
+        finally:
+            call.end_forward(succeeded=succeeded, backward_follows=backward_follows)
+
+    def _enter(self, call: BlockCall) -> tuple[torch.Tensor | None, WholeParameters]:
+        block = self.block
+        parameters = block.parameters()
+        foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in block.slots.foreign}
+        if not torch.is_grad_enabled():
+            return None, WholeParameters([view.detach() for group in call.groups for view in group.views()], foreign)
+        call.foreign = {key: full.detach() for key, full in foreign.items()}
+        if True not in [parameter.requires_grad for parameter in parameters]:
+            return None, WholeParameters([view.detach() for group in call.groups for view in group.views()], foreign)
+        if self._leaf is None:
+            with torch.inference_mode(False):
+                self._leaf = torch.empty(0, requires_grad=True)
+        token, *fulls = Enter.apply(call, self._leaf, *parameters)  # type: ignore[no-untyped-call]
+        return token, WholeParameters(fulls, foreign)
+
+    def _forward(
+        self, call: BlockCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
+            recomputation = Recomputation(
+                call, lambda a, k: self._compute(call, function, a, k), self.block.buffers, args, kwargs
+            )
+            return recomputation.forward()
+        if self.block.level == 3 and torch.is_grad_enabled():
+            with saved_for_backward(call):
+                return self._compute(call, function, args, kwargs)
+        return self._compute(call, function, args, kwargs)
+
+    def _compute(
+        self, call: BlockCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        block = self.block
+        before, block.running.call = block.running.call, call
+        block.run.running.append(block.groups)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            block.run.running.remove(block.groups)
+            block.running.call = before
+
+
+def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: Any) -> Any:
+    # A parameter that is returned must outlive the buffer.
+    outputs = map_tensors(lambda t: t.clone() if call.block.may_free_memory_of(t) else t, outputs)
+    gated = [output for output in tensors_in(outputs) if output.requires_grad]
+    if token is not None and not gated:
+        # The parameters took no part on this rank, but may have on others: the block must be in the graph on all.
+        gated = [output for output in tensors_in(outputs) if output.is_floating_point()]
+    if not gated or not torch.is_grad_enabled():
+        return outputs
+    if token is None:
+        # All parameters are frozen: there is no Enter to run after the block, but its inputs' gradients come last.
+        token = torch.empty(0, device=gated[0].device)
+        sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        # Torch cannot watch several leaves in autograd.grad(); after leaves little follows, and the pass ends.
+        if sources and True not in [source.is_leaf for source in sources]:
+            call.input_hook = register_multi_grad_hook(sources, EndAtInputs(call))
+    left = Leave.apply(call, token, *gated)  # type: ignore[no-untyped-call]
+    passed = {id(old): new for old, new in zip(gated, left, strict=True)}
+    return map_tensors(lambda t: passed.get(id(t), t), outputs)
+
+
+def _copy_of(
+    use_checkpoint: bool, level: int, local_axes: tuple[str, ...], reduce_dtype: ReduceDtype, compile: bool
+) -> BlockEngine:
+    return BlockEngine(
+        use_checkpoint=use_checkpoint, level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, compile=compile
+    )

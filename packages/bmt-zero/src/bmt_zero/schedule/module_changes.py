@@ -1,0 +1,58 @@
+"""``ModuleChanges``: counts how often any module anywhere was given a parameter, a submodule, or a new buffer.
+
+A block compares the count before each call: as long as it stands still nothing was added or replaced, at no cost that grows
+with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from bmt_core.errors import ConfigError
+
+
+class ModuleChanges:
+    """Counts from when it is made until :meth:`close`.
+
+    ``is_gathered`` says whether a tensor is a gathered parameter: a module that is given one as its own is an error.
+    """
+
+    def __init__(self, device: torch.device, is_gathered: Callable[[torch.Tensor], bool]) -> None:
+        self.count = 0
+        self._device = device
+        self._is_gathered = is_gathered
+        self._handles = [
+            torch_module.register_module_parameter_registration_hook(self._changed),
+            torch_module.register_module_module_registration_hook(self._changed),
+            torch_module.register_module_buffer_registration_hook(self._buffer_changed),
+        ]
+
+    def close(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _changed(self, module: Any, name: str, value: Any) -> None:
+        self.count += 1
+        self._check(module, name, value)
+
+    def _buffer_changed(self, module: Any, name: str, value: torch.Tensor | None) -> None:
+        # Another one where the others are needs nothing done, and many a forward replaces its buffers.
+        if name not in module._buffers or (value is not None and value.device != self._device):
+            self.count += 1
+        self._check(module, name, value)
+
+    def _check(self, module: Any, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and _has_memory(value) and self._is_gathered(value):
+            raise ConfigError(
+                f"{type(module).__name__} was given a gathered parameter as its own {name!r}: it would be a new leaf, without"
+                " gradient. A slice of an nn.ParameterList does that: index it, or loop over its indices."
+            )
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and not torch.nn.parameter.is_lazy(value)

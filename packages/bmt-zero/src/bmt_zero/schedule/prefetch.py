@@ -1,0 +1,131 @@
+"""``Prefetch``: starts gathers before they are needed.
+
+[Note: what comes next] What happens in a step is a sequence of events: the forward of a block begins, the backward of a
+block begins. The next event is expected to be what followed the last two events when they last came together; before
+there is such experience, the next block of the list, and in backward the block whose forward ran before this one's.
+That covers loops, repeated, skipped and frozen blocks without a case for any of them. An expectation that fails costs a
+gather and nothing else. It depends only on the calls made so far, so every rank expects the same, and issues the same
+collectives.
+
+That the outermost module is called is an event too, which needs no gather itself: what follows it, the first block, is
+gathered while whatever comes before that block computes.
+
+From a backward to a forward nothing is expected: the optimizer is about to change what would be gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+HOPS = 4  # how many expected events that need no gather are passed over in search of one that does
+
+
+class Prefetched(Protocol):
+    """A block, as far as prefetching sees it."""
+
+    number: int
+    following: int | None
+    """The block after this one in a list."""
+    preceding: int | None
+    """The block whose forward ran before this one's."""
+
+    @property
+    def bytes_to_gather(self) -> int:
+        """How much memory gathering its parameters would take now."""
+
+    def gather_ahead(self, *, is_backward: bool) -> bool:
+        """Start to gather the parameters for the next forward or backward, and keep them; False: not now. Collective."""
+
+    def release_ahead(self) -> None:
+        """Undo :meth:`gather_ahead`."""
+
+
+class Event(NamedTuple):
+    """The forward or the backward of block ``number`` begins, or, with a negative number, the call of a module."""
+
+    number: int
+    is_backward: bool
+
+
+class Prefetch:
+    """Expects which block comes next and has its parameters gathered ahead, up to ``budget`` bytes but at least one block."""
+
+    def __init__(self, budget: int | None) -> None:
+        self._budget = budget
+        self._blocks: weakref.WeakValueDictionary[int, Prefetched] = weakref.WeakValueDictionary()
+        self._after: dict[tuple[Event | None, Event], Event] = {}
+        self._before: Event | None = None
+        self._now: Event | None = None
+        self._ahead: list[int] = []
+        self._numbers = itertools.count(-1, -1)
+        self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def add(self, block: Prefetched) -> None:
+        """Let ``block``, which is kept weakly, be gathered ahead from now on."""
+        self._blocks[block.number] = block
+
+    def begins(self, block: Prefetched, *, is_backward: bool) -> None:
+        """Note that forward or backward of ``block`` begins, and start the gathers of what is expected next. Collective."""
+        event = Event(block.number, is_backward)
+        if self._now is not None:
+            self._after[self._before, self._now] = event
+            if not is_backward and not self._now.is_backward:
+                block.preceding = self._now.number
+        self._before, self._now = self._now, event
+        self._gather_ahead(block)
+
+    def call_begins(self, module: nn.Module) -> None:
+        """Note that the call of ``module``, the outermost one, begins; start the gathers of what is expected next. Collective."""
+        event = Event(self._calls.setdefault(module, next(self._numbers)), False)
+        if self._now is not None:
+            self._after[self._before, self._now] = event
+        self._before, self._now = None, event  # whatever was before the call, the same block follows
+        self._gather_ahead(None)
+
+    def drop(self) -> None:
+        """Free what was gathered ahead and not used: the pass is over."""
+        self._go_on_with([])
+
+    def _gather_ahead(self, current: Prefetched | None) -> None:
+        ahead: list[int] = []
+        spent = 0
+        for block, is_backward in self._expected():
+            size = 0 if block is current or block.number in ahead else block.bytes_to_gather
+            if spent and size and (self._budget is None or spent + size > self._budget):
+                break
+            if not block.gather_ahead(is_backward=is_backward):
+                break
+            spent += size
+            ahead.append(block.number)
+        self._go_on_with(ahead)
+
+    def _go_on_with(self, ahead: list[int]) -> None:
+        before, self._ahead = self._ahead, ahead
+        for number in before:
+            block = self._blocks.get(number)
+            if number not in ahead and block is not None:
+                block.release_ahead()
+
+    def _expected(self) -> Iterator[tuple[Prefetched, bool]]:
+        before, now = self._before, self._now
+        for _ in range(HOPS):
+            assert now is not None
+            following = self._after.get((before, now)) or self._first_guess(now)
+            if following is None or (now.is_backward and not following.is_backward):
+                return
+            block = self._blocks.get(following.number)
+            if block is not None:
+                yield block, following.is_backward
+            elif following.number >= 0:  # a block that is gone
+                return
+            before, now = now, following
+
+    def _first_guess(self, now: Event) -> Event | None:
+        block = self._blocks.get(now.number)
+        number = None if block is None else block.preceding if now.is_backward else block.following
+        return None if number is None else Event(number, now.is_backward)

@@ -1,0 +1,217 @@
+"""Activation checkpointing: non-reentrant, with the random numbers of forward, one gather for recomputation and backward.
+
+What forward saves for backward is thrown away, and counted. When backward asks for the first of these tensors, forward
+runs once more and keeps them, until as many are there: what comes after the last of them is not computed again.
+
+[Note: why not torch's] ``torch.utils.checkpoint`` does the same. Per block it costs the host as much as the whole
+forward and backward of a plain block, in objects, dictionaries and contexts for each saved tensor; with a small batch the
+host is what a step waits for. Here a saved tensor costs one call to count it and one to hand it out, and the generators
+are put back only if forward drew from them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from bmt_core.errors import BmtError
+from bmt_core.modules.outermost_call import forward_scope
+from bmt_core.run.runtime import current
+from bmt_core.torch_internals import when_backward_ends
+from bmt_zero.hugging_face import with_own_caches
+from bmt_zero.nested import tensors_in
+from bmt_zero.schedule.block_call import BlockCall
+from bmt_zero.schedule.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
+from bmt_zero.schedule.saved_tensors import check_version
+
+Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Recomputation:
+    """What the forward of ``call`` saved for backward: how many tensors, and how to make them again with ``compute``."""
+
+    def __init__(
+        self, call: BlockCall, compute: Compute, buffers: BlockBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.is_running = False
+        self._call = call
+        self._compute = compute
+        self._inputs = args, kwargs
+        self._before = with_own_caches(self._inputs)
+        self._has_caches = self._before is not self._inputs
+        self._versions = _versions_of(self._inputs)
+        self._buffers = BuffersBeforeForward(buffers)
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._made: list[tuple[torch.Tensor, int] | None] = []
+        self._layers = 0
+        self._last: tuple[int, int] | None = None
+        self._random = _RandomNumbers(current().device)
+        self._modes = _Modes(current().device)
+        # Weakly: what autograd saved holds this object, and with it the inputs, as long as backward may come.
+        call.recomputation = weakref.ref(self)
+
+    def forward(self) -> Any:
+        """Return what the block returns, saving nothing but its inputs."""
+        try:
+            with saved_tensors_hooks(self._count, self._hand_out):
+                return self._compute(*self._inputs)
+        finally:
+            self._random.forget_unless_drawn()
+            self._buffers.forget_unchanged()
+
+    def clear(self) -> None:
+        """Let go what was made again: the backward pass is over."""
+        self._made = []
+
+    def before_layer(self, input: torch.Tensor) -> int:
+        """Learn that a layer saves ``input`` and then computes; end here, if that is the last tensor that backward needs."""
+        self._layers += 1
+        if not self.is_running:
+            return len(self._kinds)
+        if self._last == (self._layers, len(self._made)) and len(self._made) + 1 == len(self._kinds):
+            self._keep(input)
+        return 0
+
+    def after_layer(self, before: int) -> None:
+        """Learn that the layer is done."""
+        if not self.is_running:
+            # Unless somebody else, a hook of the user's inside the block, took what it saved.
+            self._last = (self._layers, before) if len(self._kinds) == before + 1 else None
+
+    def _count(self, tensor: torch.Tensor) -> int:
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return len(self._kinds) - 1
+
+    def _hand_out(self, index: int) -> torch.Tensor:
+        made = self._made[index] if index < len(self._made) else None
+        if made is None:
+            self._made = []
+            self._make()
+            made = self._made[index]
+            assert made is not None
+        self._made[index] = None
+        tensor, version = made
+        check_version(tensor, version)
+        return tensor
+
+    def _make(self) -> None:
+        if _versions_of(self._inputs) != self._versions:
+            raise BmtError(
+                "An input of a block was modified in place after the block had read it, and the block would be recomputed"
+                " from the new values. Clone it before, use the out-of-place operation, or set use_checkpoint=False."
+            )
+        self._call.begin_backward()
+        if self._call.is_computing:  # a backward pass inside of forward, at the end of which nobody else will clear
+            when_backward_ends(self.clear)
+        layers, self._layers = self._layers, 0
+        self.is_running = True
+        try:
+            with (
+                saved_tensors_hooks(self._keep, _as_it_is),
+                torch.enable_grad(),
+                self._modes.restored(),
+                self._random.repeated(),
+                forward_scope(own_random=False),
+                self._buffers.restored(),
+            ):
+                self._compute(*(with_own_caches(self._before) if self._has_caches else self._inputs))
+        except _Complete:
+            pass
+        finally:
+            self.is_running = False
+            self._layers = layers
+        if len(self._made) < len(self._kinds):
+            raise BmtError(
+                f"A block that was recomputed saved {len(self._made)} tensors for backward, and {len(self._kinds)} in its forward:"
+                " it took another way. Its forward must depend on its arguments, parameters and torch's random numbers"
+                " only; or set use_checkpoint=False."
+            )
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Detached: an operation that saves its own result must not keep itself alive.
+        tensor = self._buffers.with_own_memory(tensor.detach())
+        index = len(self._made)
+        self._made.append((tensor, tensor._version))
+        if (tensor.shape, tensor.dtype) != self._kinds[index]:
+            shape, dtype = self._kinds[index]
+            raise BmtError(
+                f"A block that was recomputed saved a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, for backward where its"
+                f" forward saved {tuple(shape)}, {dtype}. Its forward must depend on its arguments, parameters and torch's"
+                " random numbers only; or set use_checkpoint=False."
+            )
+        if len(self._made) == len(self._kinds):
+            raise _Complete
+        return tensor
+
+
+class _Complete(BaseException):
+    """All that backward needs is there. No ``Exception``, which the block might catch."""
+
+
+class _RandomNumbers:
+    """The generators' states before forward; kept if forward drew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def forget_unless_drawn(self) -> None:
+        """Forget the states if nothing was drawn since."""
+        pairs = zip(self._generators, self._states, strict=True)
+        if all(torch.equal(generator.get_state(), state) for generator, state in pairs):
+            self._generators, self._states = [], []
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Inside, draw what forward drew."""
+        present = [generator.get_state() for generator in self._generators]
+        _set_states(self._generators, self._states)
+        try:
+            yield
+        finally:
+            _set_states(self._generators, present)
+
+
+class _Modes:
+    """Autocast and the default device, which the recomputation must find as forward did."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._types = dict.fromkeys(("cpu", device.type))
+        self._autocast = self._present_autocast()
+        self._device = torch.get_default_device()
+
+    def restored(self) -> AbstractContextManager[object]:
+        """Inside, they are what they were."""
+        is_other_device = self._device != torch.get_default_device()
+        if not is_other_device and self._autocast == self._present_autocast():
+            return nullcontext()
+        stack = ExitStack()
+        if is_other_device:
+            stack.enter_context(self._device)
+        for kind, dtype, enabled, cached in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+        return stack
+
+    def _present_autocast(self) -> list[tuple[str, torch.dtype, bool, bool]]:
+        cached = torch.is_autocast_cache_enabled()
+        return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached) for kind in self._types]
+
+
+def _versions_of(values: Any) -> list[int]:
+    return [version_of(tensor) for tensor in tensors_in(values)]
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,107 @@
+"""Buffers of a block that is recomputed: its forward may change them, and recomputation starts from what they were.
+
+A buffer that is changed in place, replaced, added or taken away is found. So are running statistics of norms, which torch
+changes without counting: all buffers of one dimension are taken for such. A forward that writes to a larger buffer through
+``.data`` or NumPy hides it from torch and from us: write to the buffer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from bmt_core.torch_internals import has_internal_overlap, storage_key
+
+Home = dict[str, torch.Tensor | None]
+"""Where a module keeps its buffers."""
+
+
+class BlockBuffers:
+    """The buffers of a block, in ``homes``."""
+
+    def __init__(self, homes: Sequence[Home]) -> None:
+        self.homes = homes
+
+    def to(self, device: torch.device) -> None:
+        """Move all buffers to ``device``."""
+        for home in self.homes:
+            for name, buffer in home.items():
+                if buffer is not None:
+                    home[name] = buffer.to(device)
+
+
+class BuffersBeforeForward:
+    """The buffers as a forward found them. Forward changes them once: a recomputation leaves what it finds."""
+
+    def __init__(self, buffers: BlockBuffers) -> None:
+        self._homes = [(home, dict(home)) for home in buffers.homes]
+        unique = {id(buffer): buffer for _, found in self._homes for buffer in found.values() if buffer is not None}
+        with torch.no_grad():
+            self._values = [
+                (buffer, version_of(buffer), buffer.clone()) for buffer in unique.values() if not _is_expanded(buffer)
+            ]
+        self._rewritten: set[int] = set()  # storages of buffers that hold other values than outside of restored()
+
+    def forget_unchanged(self) -> None:
+        """Free the copies of buffers that forward, which is over, has left as they were."""
+        self._values = [
+            (buffer, version_of(buffer), value)
+            for buffer, version, value in self._values
+            if buffer.ndim < 2 or version_of(buffer) != version
+        ]
+        self._homes = [(home, before) for home, before in self._homes if home or before]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the buffers are those before forward."""
+        present = [dict(home) for home, _ in self._homes]
+        values = [buffer.detach().clone() for buffer, _, _ in self._values]
+        for home, before in self._homes:
+            _set_all(home, before)
+        for buffer, version, value in self._values:
+            _write(buffer, value)
+            if version_of(buffer) != version and _is_plain(buffer):
+                self._rewritten.add(storage_key(buffer))
+        try:
+            yield
+        finally:
+            self._rewritten.clear()
+            for (home, _), found in zip(self._homes, present, strict=True):
+                _set_all(home, found)
+            for (buffer, _, _), value in zip(self._values, values, strict=True):
+                _write(buffer, value)
+
+    def with_own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``, saved inside of :meth:`restored`, or its copy if it is a buffer that gets other values after it."""
+        if not self._rewritten or not _is_plain(tensor):
+            return tensor
+        return tensor.clone() if storage_key(tensor) in self._rewritten else tensor
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often ``tensor`` was modified in place, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode count no versions
+
+
+def _set_all(home: Home, buffers: Home) -> None:
+    home.clear()
+    home.update(buffers)
+
+
+def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.shape == value.shape and buffer.layout is torch.strided:
+        buffer.data.copy_(value)  # by .data: putting a value back is no modification
+    else:
+        buffer.data = value.clone()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has elements that lie in memory as torch says."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+
+
+def _is_expanded(buffer: torch.Tensor) -> bool:
+    """Whether elements share memory. Nothing writes to such a tensor, and its copy would be larger."""
+    return _is_plain(buffer) and has_internal_overlap(buffer)

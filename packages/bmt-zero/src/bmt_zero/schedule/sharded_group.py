@@ -1,0 +1,135 @@
+"""``ShardedGroup``: one group of parameters with everything that gathers and reduces it; the owner of its parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from bmt_core.comm import Group
+from bmt_core.params.owner import OwnerReference, ReductionWatcher
+from bmt_core.run.lanes import Mark
+from bmt_core.run.runtime import current
+from bmt_core.settings import ReduceDtype
+from bmt_zero.gradients.reducer import GradientReducer
+from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.sharding.data_version import DataVersion
+from bmt_zero.sharding.parameter_group import ParameterGroup
+from bmt_zero.sharding.unsharded_buffer import UnshardedBuffer
+
+
+class ShardedGroup:
+    """What a Block gathers by one all-gather and reduces by one reduce-scatter.
+
+    ``group`` says where the parameters lie, ``data`` whether their values changed, ``buffer`` holds them whole, ``reducer``
+    sums their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        level: int,
+        ranks: Group,
+        reduce_dtype: ReduceDtype,
+        name: str,
+        in_flight: ReductionsInFlight,
+    ) -> None:
+        runtime = current()
+        self.level = level
+        self.name = name
+        self.group = ParameterGroup(parameters, ranks=ranks, replicated=level == 0, device=runtime.device)
+        self.data = DataVersion(self.group, runtime.lanes.gather)
+        self.buffer = UnshardedBuffer(self.group, runtime.lanes.gather)
+        self.reducer = GradientReducer(
+            self.group, name=name, reduce_dtype=reduce_dtype, lane=runtime.lanes.reduce, in_flight=in_flight
+        )
+        self._leaves: list[torch.Tensor] = []
+        reference: OwnerReference = weakref.ref(self)
+        for parameter in self.group.parameters:
+            parameter.owner_reference = reference
+
+    def note_update(self, done: Mark | None = None, reads: object = None) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.data.note_update(done, reads)
+
+    def wait_for_updates(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.data.updates.wait()
+
+    def note_replaced_memory(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.data.is_memory_replaced = True
+
+    def reduce_held_back(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.reducer.reduce_held_back()
+
+    def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.reducer.watcher = watcher
+
+    def bytes_to_gather(self, own_holds: int) -> int:
+        """How much memory a gather takes that nobody has taken yet, apart from the caller, who holds it ``own_holds`` times."""
+        is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.is_available)
+        return 0 if is_there or self.group.is_replicated else self.group.full_bytes
+
+    def look_for_changes(self) -> None:
+        """Have the next :meth:`start_gather` gather again if the values were changed since the last look."""
+        if self.data.look():
+            self.buffer.mark_outdated()
+
+    def start_gather(self) -> None:
+        """Have the whole parameters on their way, unless they are there. Collective."""
+        if not self.buffer.is_available:
+            self.data.updates.hold_up_lane()
+            self.buffer.gather(self.name)
+
+    def wait(self) -> None:
+        """Let the computation wait for the whole parameters."""
+        if self.group.is_replicated:
+            self.data.updates.wait()
+            self.data.updates.clear()
+        self.buffer.wait()
+        self.data.updates.forget_awaited()
+
+    def release(self) -> None:
+        """Undo one hold of the buffer; the last one frees it at levels 2 and 3."""
+        self.buffer.release()
+        self.free_unless_held()
+
+    def free_unless_held(self) -> None:
+        """Free the buffer at levels 2 and 3 when nobody holds it."""
+        if self.level >= 2:
+            self.buffer.free_unless_held()
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the whole parameters, in their shapes: views of the buffer, fresh objects at each call."""
+        return self.group.views_of(self.buffer.tensor)
+
+    def leaves(self, trains: Sequence[bool]) -> list[torch.Tensor]:
+        """Return the whole parameters as leaves of the autograd graph, those that require gradients as ``trains`` says.
+
+        They are made once, and again when ``trains`` is another.
+        """
+        if [leaf.requires_grad for leaf in self._leaves] != trains:
+            self._leaves = [
+                view.detach().requires_grad_(train) for view, train in zip(self.views(), trains, strict=True)
+            ]
+        return self._leaves
+
+    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
+        """See :meth:`GradientReducer.reduce`. Collective."""
+        self._expect_update()
+        self.reducer.reduce(full, needed)
+
+    def reduce_now(self, full: torch.Tensor) -> torch.Tensor:
+        """See :meth:`GradientReducer.reduce_now`. Collective."""
+        self._expect_update()
+        return self.reducer.reduce_now(full)
+
+    def _expect_update(self) -> None:
+        # What follows a reduction is an update, by whomever; that it was reduced is known to every rank alike.
+        if self.level == 1:
+            self.buffer.mark_outdated()

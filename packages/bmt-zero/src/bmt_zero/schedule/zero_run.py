@@ -1,0 +1,79 @@
+"""``ZeroRun``: what all blocks of a run share, from the first block to shutdown."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from bmt_core.modules.outermost_call import is_gathered
+from bmt_core.params.parameter import DistributedParameter, reduce_held_back
+from bmt_core.run.runtime import Runtime, current
+from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.schedule.module_changes import ModuleChanges
+from bmt_zero.schedule.prefetch import Prefetch
+from bmt_zero.schedule.sharded_group import ShardedGroup
+
+
+class ZeroRun:
+    """What is gathered ahead, which reductions are under way, and torch's hooks, which are taken out at shutdown."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
+        self.in_flight = ReductionsInFlight()
+        self.running: list[list[ShardedGroup]] = []
+        """The groups of the blocks whose forward runs."""
+        self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
+        self._handles = [
+            register_optimizer_step_pre_hook(_before_step),
+            register_optimizer_step_post_hook(_after_step),
+        ]
+        runtime.call_observers.append(self._call_begins)
+        runtime.at_shutdown.append(self._close)
+
+    def _call_begins(self, module: nn.Module) -> None:
+        if "_bmt_block" not in module.__dict__:  # a block says itself when it is called
+            self.prefetch.call_begins(module)
+
+    def _is_gathered(self, tensor: torch.Tensor) -> bool:
+        return is_gathered(tensor) or any(g.buffer.holds_memory_of(tensor) for groups in self.running for g in groups)
+
+    def _close(self) -> None:
+        self.module_changes.close()
+        for handle in self._handles:
+            handle.remove()
+
+
+_runs: weakref.WeakKeyDictionary[Runtime, ZeroRun] = weakref.WeakKeyDictionary()
+
+
+def zero_run() -> ZeroRun:
+    """Return what the blocks of the current run share, made when it is first asked for."""
+    runtime = current()
+    if runtime not in _runs:
+        _runs[runtime] = ZeroRun(runtime)
+    return _runs[runtime]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    reduce_held_back(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    references = {
+        parameter.owner_reference
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if isinstance(parameter, DistributedParameter) and parameter.grad is not None
+    }
+    for reference in references:
+        owner = None if reference is None else reference()
+        if owner is not None:
+            owner.note_update()

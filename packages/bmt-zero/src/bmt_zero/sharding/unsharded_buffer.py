@@ -1,0 +1,121 @@
+"""``UnshardedBuffer``: the memory that holds the whole parameters of a group while they are gathered.
+
+[Note: one storage] The buffer is one storage for the life of the group; "freed" means resized to zero bytes. Autograd saves
+views of weights. They neither pin the memory nor dangle, because the buffer is the same storage when it is gathered again. A
+view that is read while the buffer is freed has no memory: see :mod:`bmt_zero.schedule.saved_tensors`. Gathers write through a
+tensor with a version counter of its own: filling the buffer again with the same values is no modification that autograd
+should complain about.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
+
+import torch
+
+from bmt_core.run.lanes import Lane, Mark
+from bmt_core.torch_internals import is_profiling, storage_key
+from bmt_zero.sharding.gathered_memory import gathered_memory
+from bmt_zero.sharding.parameter_group import ParameterGroup
+
+
+class BufferState(Enum):
+    """What is in the buffer."""
+
+    FREED = auto()
+    """No memory."""
+    OUTDATED = auto()
+    """Memory with values from before an update."""
+    IN_FLIGHT = auto()
+    """A gather is under way that the computation has not waited for."""
+    READY = auto()
+    """The whole parameters."""
+
+
+class UnshardedBuffer:
+    """The whole parameters of ``group``, filled by gathers in ``lane`` and freed when nobody holds them.
+
+    ``holders`` counts those who need it. A replicated group's buffer is its shard: always READY, never freed.
+    """
+
+    def __init__(self, group: ParameterGroup, lane: Lane) -> None:
+        self._group = group
+        self._lane = lane
+        self.holders = 0
+        self._arrival: Mark | None = None
+        if group.is_replicated:
+            self.tensor = self._writer = group.shard
+            self.state = BufferState.READY
+            return
+        self.tensor = torch.empty(group.layout.total, dtype=group.dtype, device=group.device)
+        self.tensor.untyped_storage().resize_(0)
+        self._writer = self.tensor.data
+        self.state = BufferState.FREED
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the whole parameters are there, or on their way."""
+        return self.state in (BufferState.IN_FLIGHT, BufferState.READY)
+
+    def gather(self, name: str) -> None:
+        """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace. Collective."""
+        if self.state is BufferState.FREED:
+            with self._lane.memory():
+                self.tensor.untyped_storage().resize_(self._group.full_bytes)
+            gathered_memory.change(self._group.full_bytes)
+        with named(f"gather {name}"):
+            self._arrival = self._lane.run(lambda: self._group.ranks.all_gather(self._writer, self._group.shard))
+        self.state = BufferState.IN_FLIGHT
+
+    def wait(self) -> None:
+        """Let the computation wait for the gather under way, if there is one."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+            self.state = BufferState.READY
+
+    def mark_outdated(self) -> None:
+        """Say that the shards were changed since the last gather."""
+        if self.is_available and not self._group.is_replicated:
+            if self._arrival is not None:
+                self._lane.after(self._arrival)
+                self._arrival = None
+            self.state = BufferState.OUTDATED
+
+    def hold(self) -> None:
+        """Keep the memory until :meth:`release`."""
+        self.holders += 1
+
+    def release(self) -> None:
+        """Undo one :meth:`hold`."""
+        self.holders -= 1
+        assert self.holders >= 0
+
+    def free_unless_held(self) -> None:
+        """Free the memory if nobody holds it."""
+        if self.holders or self.state is BufferState.FREED or self._group.is_replicated:
+            return
+        if self._arrival is not None:
+            self._lane.after(self._arrival)
+            self._arrival = None
+        self._lane.after(self._lane.here())  # [Note: buffer lifetime] in bmt_core.run.lanes
+        self.tensor.untyped_storage().resize_(0)
+        gathered_memory.change(-self._group.full_bytes)
+        self.state = BufferState.FREED
+
+    def discard(self) -> None:
+        """Give the memory back for good; views that still live keep it."""
+        if self.state is not BufferState.FREED and not self._group.is_replicated:
+            gathered_memory.change(-self._group.full_bytes)
+            self.wait()
+            self.state = BufferState.FREED
+
+    def holds_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the buffer."""
+        return storage_key(tensor) == storage_key(self.tensor)
+
+
+def named(text: str) -> AbstractContextManager[object]:
+    """Show ``text`` in a trace of torch's profiler as the name of what happens inside."""
+    return torch.profiler.record_function(text) if is_profiling() else nullcontext()

@@ -1,0 +1,110 @@
+"""Caches among a block's arguments: recomputation finds each as forward found it, whatever way it is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_core.testing import run_ranks
+from bmt_zero import Block
+from bmt_zero.hugging_face import with_own_caches
+
+WIDTH = 3
+
+
+class Growing:
+    """Keys of one layer, replaced by longer ones."""
+
+    def __init__(self) -> None:
+        self.keys = torch.zeros(0, WIDTH)
+
+    def get_seq_length(self) -> int:
+        return len(self.keys)
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        self.keys = torch.cat([self.keys, keys])
+        return self.keys
+
+
+class State:
+    """A running sum of one layer, written where it lies, and made at the first update."""
+
+    is_compileable = True
+
+    def __init__(self) -> None:
+        self.states: dict[int, torch.Tensor | None] = {0: None}
+
+    def update_conv_state(self, keys: torch.Tensor) -> torch.Tensor:
+        if self.states[0] is None:
+            self.states[0] = torch.zeros(WIDTH)
+        total = self.states[0] + keys.sum(0)
+        self.states[0].copy_(total.detach())
+        return torch.stack([total, total.square()])
+
+
+class Cache:
+    def __init__(self, kind: type) -> None:
+        self.layers = [kind(), kind()]
+
+    def get_seq_length(self) -> int:
+        return sum(layer.get_seq_length() for layer in self.layers if isinstance(layer, Growing))
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.keys = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, past: dict[str, Any]) -> torch.Tensor:
+        layer = past["cache"][0].layers[self.index]
+        update = layer.update if isinstance(layer, Growing) else layer.update_conv_state
+        keys = update(self.keys(x))
+        return x + torch.softmax(x @ keys.T, dim=-1) @ keys
+
+
+def gradients(kind: type, sharded: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers: list[Any] = [Layer(0), Layer(1)]
+    if sharded:
+        layers = [Block(layer, use_checkpoint=True) for layer in layers]
+    x = torch.randn(4, WIDTH)
+    cache = Cache(kind)
+    found = []
+    for _ in range(2):  # an empty cache, and one that holds something
+        h = x
+        for layer in layers:
+            h = layer(h, past={"cache": (cache,)})
+        h.square().sum().backward()
+        for layer in layers:
+            for parameter in layer.parameters():
+                found.append(parameter.grad.flatten().clone())
+                parameter.grad = None
+        if kind is Growing:
+            for held in cache.layers:
+                held.keys = held.keys.detach()
+            assert cache.get_seq_length() == 2 * 4 * (len(found) // 4)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Growing, State])
+def test_recomputation_finds_the_cache_as_forward_found_it(kind: type) -> None:
+    expected = gradients(kind, False)
+    assert all(gradient.abs().sum() > 0 for gradient in expected)
+    for found in run_ranks(gradients, 1, kind, True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_only_what_is_written_in_place_is_copied() -> None:
+    growing, state, tensor, plain = Cache(Growing), Cache(State), torch.ones(2), [1, {"a": None}]
+    state.layers[0].update_conv_state(torch.ones(1, WIDTH))
+    assert with_own_caches(plain) is plain
+    (own, other), mine = with_own_caches(((growing, tensor), {"state": state}))
+    assert other is tensor and own is not growing and own.layers[1] is not growing.layers[1]
+    assert own.layers[1].keys is growing.layers[1].keys
+    kept = mine["state"].layers[0].states[0]
+    state.layers[0].update_conv_state(torch.ones(1, WIDTH))
+    assert kept.tolist() == [1.0] * WIDTH and state.layers[0].states[0].tolist() == [2.0] * WIDTH

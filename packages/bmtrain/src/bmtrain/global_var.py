@@ -1,0 +1,71 @@
+"""BMTrain's ``config``: the state of the current run, by key or by attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from bmt_core import Runtime, current, is_initialized, rank, world_size
+from bmtrain._streams import EVENTS, STREAMS, stream_or_event
+
+__all__ = ["RunConfig", "config", "rank", "world_size"]
+
+
+class RunConfig(Mapping[str, Any]):
+    """A read-only view of the current run.
+
+    Groups that this run does not have (``tp_comm`` with tp_size 1) are groups of one rank. Before initialisation only
+    ``initialized`` (False), ``rank`` (0) and ``world_size`` (1) answer. Groups are made when first read, which is
+    collective.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in _VALUES:
+            raise KeyError(f"No config key is named {key!r}. Known: {', '.join(_VALUES)}.")
+        if key in _BEFORE_INIT and not is_initialized():
+            return _BEFORE_INIT[key]
+        return _VALUES[key](current())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(str(error.args[0])) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_VALUES if is_initialized() else _BEFORE_INIT)
+
+    def __len__(self) -> int:
+        return len(_VALUES if is_initialized() else _BEFORE_INIT)
+
+
+_BEFORE_INIT = {"initialized": False, "rank": 0, "world_size": 1}
+_VALUES: dict[str, Callable[[Runtime], Any]] = {
+    "initialized": lambda run: True,
+    "rank": lambda run: run.rank,
+    "local_rank": lambda run: run.launch.local_rank,
+    "world_size": lambda run: run.world_size,
+    "local_size": lambda run: run.launch.local_world_size,
+    "pipe_size": lambda run: run.topology.axis_size("pp"),
+    "pipe_enabled": lambda run: run.topology.axis_size("pp") > 1,
+    "tp_size": lambda run: run.topology.axis_size("tp"),
+    "zero_size": lambda run: run.world_size,
+    "tp_zero_size": lambda run: run.world_size // run.topology.axis_size("tp"),
+    "zero_rank": lambda run: run.topology.zero_id,
+    "tp_rank": lambda run: run.topology.tp_id,
+    "tp_zero_rank": lambda run: run.topology.tp_zero_id,
+    "topology": lambda run: run.topology,
+    "micros": lambda run: run.settings.num_micro_batches or run.topology.axis_size("pp"),
+    "comm": lambda run: run.world,
+    "zero_comm": lambda run: run.world,
+    "tp_comm": lambda run: run.topology.group(("tp",)),
+    "tp_zero_comm": lambda run: run.topology.shard_group(("tp",)),
+    "pipe_comm": lambda run: run.topology.group(("pp",)),
+    "pp_zero_comm": lambda run: run.topology.shard_group(("pp",)),
+    "pp_tp_zero_comm": lambda run: run.topology.shard_group(("pp", "tp")),
+    **{name: partial(stream_or_event, name=name) for name in (*STREAMS, *EVENTS)},
+}
+config = RunConfig()
