@@ -445,7 +445,7 @@ class ShardedTraining(Training):
             self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), []).sum() * float("inf")
         )
         self.manager.step()
-        self.manager.settle()
+        self.manager.read_outcome()
         assert self.manager.skipped_steps == skipped + 1
 
     def complete(self, plan: StepPlan) -> None:
