@@ -41,9 +41,8 @@ _Expected = dict[tuple[bool, bool], list[weakref.ref[DistributedParameter]]]
 
 
 class _Scope(threading.local):
-    depth = 0
-
     def __init__(self) -> None:
+        self.depth = 0
         self.gathered: dict[Key, _Gathered] = {}
         self.ahead: dict[int, _Ahead] = {}  # by the ids of the parameters
         self.read: dict[int, DistributedParameter] = {}
