@@ -291,7 +291,7 @@ class OptimManager:
             self._plain.sum(parameters, world())
 
     def _scaling_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
-        """See :meth:`ManagedOptimizer.scaling_gradients`; of all optimizers."""
+        """Enter :meth:`ManagedOptimizer.scaling_gradients` of all optimizers."""
         stack = ExitStack()
         for optimizer in self._managed:
             stack.enter_context(optimizer.scaling_gradients(parameters, factor))
@@ -322,7 +322,7 @@ class OptimManager:
                 scheduler.step()
 
     def _refuse(self) -> None:
-        """Do instead of a step what the settings say about a gradient that is not finite."""
+        """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` says so."""
         if not self.loss_scale_enabled and self.non_finite == "raise":
             raise FloatingPointError(
                 "A gradient is infinite or NaN on some rank. The step was not taken; the gradients are there to look at."

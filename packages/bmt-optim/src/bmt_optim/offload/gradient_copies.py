@@ -31,7 +31,7 @@ class GradientCopy:
 
 @dataclass
 class _EarlyCopy:
-    """A copy that was started during backward, from ``flat`` as it was in ``version``, and the factors that it lacks since."""
+    """A copy that was started during backward, from ``flat`` in ``version``; gradients were multiplied by ``factors`` since."""
 
     chunks: ShardChunks
     copied: list[Copied]
@@ -87,5 +87,5 @@ class GradientCopies:
                 early.factors += [] if factor is None else [factor]
 
     def clear(self) -> None:
-        """Forget all copies: the step has come."""
+        """Forget all copies, at the end of a step."""
         self._early.clear()

@@ -64,7 +64,7 @@ def _start() -> ThreadPoolExecutor:
 
 
 def _cores(process: int) -> int:
-    """Return how many cores ``process`` (0: this one) may run on; 0 if that cannot be told of another one."""
+    """Return how many cores ``process`` may run on; 0 if it is not known. Process 0 is this one, of which it is always known."""
     try:
         return len(os.sched_getaffinity(process))
     except (AttributeError, OSError):  # no Linux, or a launcher that we cannot see

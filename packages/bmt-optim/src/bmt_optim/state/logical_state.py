@@ -1,7 +1,8 @@
 """Optimizer state as logical tensors by parameter name: independent of the ranks that hold its parts.
 
-The state of a parameter is ``{key: value}``. A tensor that lies like the parameter's shard is whole, in the parameter's full shape
-(``(1,)`` for a parameter without dimensions, so that it differs from a replicated number); every other value is that of rank 0.
+The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard is stored whole, in the
+parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number); every other
+value is that of rank 0.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def load_logical_state(
 
 def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> State:
     """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective."""
-    owned = _owned_parameters(optimizers, named_parameters)
+    parameters = _managed_parameters(optimizers, named_parameters)
     is_first = world().rank == 0
     whole: State = {}
-    for name, infos in _agree_on_values(owned).items():
-        parameter = owned[name]
+    for name, infos in _agree_on_values(parameters).items():
+        parameter = parameters[name]
         state = parameter.state
         entry: dict[str, Any] = {}
         for key, info in infos.items():
@@ -73,9 +74,9 @@ def scatter(
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective."""
-    owned = _owned_parameters(optimizers, named_parameters)
+    parameters = _managed_parameters(optimizers, named_parameters)
     group = world()
-    given = all_gather_object(bool(state) or not owned, group)
+    given = all_gather_object(bool(state) or not parameters, group)
     is_on_all_ranks = all(given)
     if not given[0]:  # which every rank sees
         raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
@@ -85,8 +86,8 @@ def scatter(
     if not is_on_all_ranks:
         infos = broadcast_object(infos, group)
     with together(group, "loading the optimizer state"):
-        _check(owned, infos)
-    for name, parameter in owned.items():
+        _check(parameters, infos)
+    for name, parameter in parameters.items():
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
             if info.shape is None or (info.small is not None and info.shape != parameter.shape):
@@ -100,8 +101,8 @@ def scatter(
 
 
 @dataclass(frozen=True)
-class _OwnedParameter:
-    """A parameter, the optimizer that updates it, and the group of the optimizer that it is in."""
+class _ManagedParameter:
+    """A parameter, its optimizer, and the optimizer's group that it is in."""
 
     p: torch.nn.Parameter
     optimizer: ManagedOptimizer
@@ -119,7 +120,7 @@ class _OwnedParameter:
         return shape or torch.Size((1,))
 
     def is_sharded(self, value: Any) -> bool:
-        """Whether ``value`` lies like the parameter's shard, as far as this rank can see."""
+        """Whether ``value`` is laid out like the parameter's shard, as far as this rank can see."""
         p = self.p
         return isinstance(p, DistributedParameter) and isinstance(value, torch.Tensor) and value.shape == p.shape
 
@@ -146,7 +147,7 @@ class _OwnedParameter:
         return full.detach().to(p.device, copy=True).contiguous()
 
     def number(self, key: str, value: Any) -> Any:
-        """Return a copy of ``value``, which is no part of anything, where torch's optimizers expect it."""
+        """Return a copy of ``value``, the same on all ranks, on the device where torch's optimizers expect it."""
         if not isinstance(value, torch.Tensor):
             return value
         # torch keeps the count of steps on the host unless the step itself runs on the device.
@@ -154,14 +155,14 @@ class _OwnedParameter:
         return value.detach().to(self.p.device if is_on_device else "cpu", copy=True)
 
 
-def _owned_parameters(
+def _managed_parameters(
     optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None
-) -> dict[str, _OwnedParameter]:
+) -> dict[str, _ManagedParameter]:
     given = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
     names: dict[torch.nn.Parameter, str] = {}
     for name, p in given or ():
         names.setdefault(p, name)
-    owned: dict[str, _OwnedParameter] = {}
+    parameters: dict[str, _ManagedParameter] = {}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             own_names = group.get("param_names") or [f"{i}.{j}.{k}" for k in range(len(group["params"]))]
@@ -171,8 +172,8 @@ def _owned_parameters(
                         f"Parameter {own_name} of optimizer {i}, of shape {tuple(p.shape)}, is not among the named"
                         " parameters. Pass those of the whole model."
                     )
-                owned[names.get(p, own_name)] = _OwnedParameter(p, optimizer, group)
-    return owned
+                parameters[names.get(p, own_name)] = _ManagedParameter(p, optimizer, group)
+    return parameters
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,14 +197,14 @@ class _ValueInfo:
         return cls(value.shape, value.dtype, is_sharded, small)
 
 
-def _agree_on_values(owned: Mapping[str, _OwnedParameter]) -> dict[str, dict[str, _ValueInfo]]:
+def _agree_on_values(parameters: Mapping[str, _ManagedParameter]) -> dict[str, dict[str, _ValueInfo]]:
     """Return for every name what its state consists of, the same on all ranks, in the order of rank 0. Collective.
 
-    A rank whose shard is empty may have no state; what lies like the shard does so on every rank that has it.
+    A rank whose shard is empty may have no state; what is laid out like the shard is so on every rank that has it.
     """
     own = {
         name: {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()}
-        for name, parameter in owned.items()
+        for name, parameter in parameters.items()
     }
     reports = all_gather_object(own, world())
     for rank, report in enumerate(reports):
@@ -220,13 +221,13 @@ def _agree_on_values(owned: Mapping[str, _OwnedParameter]) -> dict[str, dict[str
     return agreed
 
 
-def _check(owned: Mapping[str, _OwnedParameter], infos: Mapping[str, Mapping[str, _ValueInfo]]) -> None:
-    missing = [name for name in owned if name not in infos]
+def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapping[str, _ValueInfo]]) -> None:
+    missing = [name for name in parameters if name not in infos]
     if missing:
         raise CheckpointError(
-            f"The optimizer state has nothing about {len(missing)} of {len(owned)} parameters, the first is {missing[0]!r}."
+            f"The optimizer state has nothing about {len(missing)} of {len(parameters)} parameters, the first is {missing[0]!r}."
         )
-    for name, parameter in owned.items():
+    for name, parameter in parameters.items():
         if not isinstance(parameter.p, DistributedParameter):
             continue
         for key, info in infos[name].items():
