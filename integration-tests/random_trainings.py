@@ -447,6 +447,7 @@ class ShardedTraining(Training):
         self.manager.step()
         self.manager.read_outcome()
         assert self.manager.skipped_steps == skipped + 1
+        self.manager.zero_grad()  # on a GPU they are zero until now: the host did not know that the step would be skipped
 
     def complete(self, plan: StepPlan) -> None:
         """Gradients are complete."""

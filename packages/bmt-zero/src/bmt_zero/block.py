@@ -161,6 +161,7 @@ class Block(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Whole tensors by the inner module's names. Collective."""
+        self._bmt_block.block.run.end_failed_passes()
         slots = self._bmt_block.block.slots
         slots.show_parameters()
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)

@@ -141,6 +141,11 @@ class ShardedBlock:
         for group in ahead:
             group.release()
 
+    def forget_gathered(self) -> None:
+        """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        for group in self.groups:
+            group.buffer.mark_outdated()
+
     def _refresh(self, block: nn.Module) -> None:
         is_moved = True in [group.data.is_memory_replaced for group in self.groups]
         if is_moved or self._changes_seen != self.run.module_changes.count or not self.slots.are_untouched:
