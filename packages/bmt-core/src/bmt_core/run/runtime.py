@@ -6,8 +6,9 @@ import atexit
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,16 @@ _starts = 0
 _stores: dict[tuple[str | None, ...], dist.Store] = {}
 
 
+class CallObserver(Protocol):
+    """Follows the calls of the outermost bmt module, in every mode, alike on every rank."""
+
+    def call_begins(self, module: nn.Module) -> None:
+        """Called before ``module`` computes."""
+
+    def call_ends(self, module: nn.Module, read: Sequence[torch.Tensor] | None) -> None:
+        """Called at the end, with the parameters that were ``read`` outside of Blocks; None: the call has failed."""
+
+
 class Runtime:
     """Everything that a run has one of. Made by :func:`init_distributed`; read, not written."""
 
@@ -60,8 +71,7 @@ class Runtime:
         self.kernels = kernels
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
-        self.call_observers: list[Callable[[nn.Module], None]] = []
-        """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
+        self.call_observers: list[CallObserver] = []
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`: what takes hooks out of torch again."""
 

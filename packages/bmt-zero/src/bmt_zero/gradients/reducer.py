@@ -13,9 +13,8 @@ from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane
 from bmt_core.settings import ReduceDtype
-from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
-from bmt_zero.sharding.parameter_group import ParameterGroup
+from bmt_zero.sharding.local_shard import LocalShard
 from bmt_zero.sharding.unsharded_buffer import named
 
 
@@ -26,7 +25,7 @@ class GradientReducer:
     """
 
     def __init__(
-        self, group: ParameterGroup, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
+        self, group: LocalShard, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
     ) -> None:
         self.sum = GradientSum(group.parameters, group.pieces, group.indices)
         self.watcher: ReductionWatcher | None = None
@@ -43,12 +42,7 @@ class GradientReducer:
     def held_back_bytes(self) -> int:
         """Size of what :meth:`hold_back` keeps between micro-batches, if any parameter trains."""
         trains = True in [parameter.requires_grad for parameter in self._group.parameters]
-        return self._group.layout.total * summation_dtype(self._group.dtype).itemsize if trains else 0
-
-    def new_full_gradients(self) -> FullGradients:
-        """Return room for the whole gradients of one backward pass, in the dtype of the wire."""
-        self._in_flight.make_room()
-        return FullGradients(self._group, self._wire_dtype)
+        return self._group.total * summation_dtype(self._group.dtype).itemsize if trains else 0
 
     def forget_cleared(self) -> None:
         """Drop what is kept when the user has cleared the gradients: see the notes in :mod:`bmt_core.params.gradient_sum`."""
@@ -98,13 +92,14 @@ class GradientReducer:
         """Reduce what :meth:`hold_back` kept and no later backward pass took along. Collective."""
         self.forget_cleared()
         if self._held_back is not None:
-            nothing = torch.zeros(self._group.layout.total, dtype=self._wire_dtype, device=self._group.device)
+            nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
             self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
             self._in_flight.wait()
             self.sum.finish()
 
     @property
-    def _wire_dtype(self) -> torch.dtype:
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the flat whole gradients that are reduced."""
         dtype = self._group.dtype
         if self._group.ranks.size == 1 or self._reduce_dtype == "param":
             return dtype
@@ -125,9 +120,7 @@ class GradientReducer:
         if self._group.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():
-            return torch.empty(
-                self._group.layout.slice_length, dtype=self._output_dtype(full), device=self._group.device
-            )
+            return torch.empty_like(self._group.shard, dtype=self._output_dtype(full))
 
     def _output_dtype(self, full: torch.Tensor) -> torch.dtype:
         is_same = self._group.is_replicated or self._reduce_dtype == "param"

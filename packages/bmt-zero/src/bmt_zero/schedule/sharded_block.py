@@ -206,7 +206,7 @@ class ShardedBlock:
         if not isinstance(parameter, DistributedParameter):
             return topology.shard_group(self.local_axes)
         owner = owner_of(parameter)
-        if owner is not None and owner not in self.groups:
+        if owner is not None and parameter._in_block and owner not in self.groups:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
             raise ConfigError(
                 f"Parameter {name!r} is shared with another Block, and a parameter can be sharded by one Block only."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import Runtime, current
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.schedule.module_changes import ModuleChanges
+from bmt_zero.schedule.outside_parameters import OutsideParameters
 from bmt_zero.schedule.prefetch import Prefetch
 from bmt_zero.schedule.sharded_group import ShardedGroup
 
@@ -28,6 +30,7 @@ class ZeroRun:
     def __init__(self, runtime: Runtime) -> None:
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
+        self.outside = OutsideParameters(self.in_flight)
         self.running: list[list[ShardedGroup]] = []
         """The groups of the blocks whose forward runs."""
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
@@ -35,12 +38,18 @@ class ZeroRun:
             register_optimizer_step_pre_hook(_before_step),
             register_optimizer_step_post_hook(_after_step),
         ]
-        runtime.call_observers.append(self._call_begins)
+        runtime.call_observers.append(self)
         runtime.at_shutdown.append(self._close)
 
-    def _call_begins(self, module: nn.Module) -> None:
+    def call_begins(self, module: nn.Module) -> None:
+        """See :class:`bmt_core.run.runtime.CallObserver`."""
+        self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block says itself when it is called
             self.prefetch.call_begins(module)
+
+    def call_ends(self, module: nn.Module, read: Sequence[torch.Tensor] | None) -> None:
+        """See :class:`bmt_core.run.runtime.CallObserver`."""
+        self.outside.call_ends(module, read)
 
     def _is_gathered(self, tensor: torch.Tensor) -> bool:
         return is_gathered(tensor) or any(g.buffer.holds_memory_of(tensor) for groups in self.running for g in groups)
@@ -67,13 +76,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    references = {
+    references = [
         parameter.owner_reference
         for group in optimizer.param_groups
         for parameter in group["params"]
         if isinstance(parameter, DistributedParameter) and parameter.grad is not None
-    }
-    for reference in references:
-        owner = None if reference is None else reference()
+    ]
+    for owner in {reference() for reference in references if reference is not None}:
         if owner is not None:
             owner.note_update()
