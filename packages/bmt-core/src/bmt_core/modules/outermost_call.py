@@ -13,7 +13,7 @@ from torch import nn
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.random_numbers import rank_random
-from bmt_core.run.runtime import current, is_initialized
+from bmt_core.run.runtime import CallEnd, current, is_initialized
 from bmt_core.torch_internals import never_compiled, storage_key
 
 
@@ -46,19 +46,18 @@ def forward_scope(module: nn.Module | None = None, *, own_random: bool = True) -
         return
     with rank_random(current()) if own_random else nullcontext():
         _call.depth += 1
-        succeeded = False
+        ends: list[CallEnd] = []
+        read = None
         try:
             if module is not None:
-                _begin(module)
-            try:
-                yield
-                succeeded = True
-            finally:
-                if module is not None:
-                    _end(module, [found.parameter for found in _call.gathered.values()] if succeeded else None)
+                ends = _begin(module)
+            yield
+            read = [found.parameter for found in _call.gathered.values()] if _call.gathered else []
         finally:
             _call.depth -= 1
             _call.gathered.clear()
+            if ends:
+                _end(ends, read)
 
 
 @contextmanager
@@ -99,12 +98,11 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
 
 
 @never_compiled
-def _begin(module: nn.Module) -> None:
-    for observer in current().call_observers:
-        observer.call_begins(module)
+def _begin(module: nn.Module) -> list[CallEnd]:
+    return [observer(module) for observer in current().call_observers]
 
 
 @never_compiled
-def _end(module: nn.Module, read: list[DistributedParameter] | None) -> None:
-    for observer in current().call_observers:
-        observer.call_ends(module, read)
+def _end(ends: list[CallEnd], read: list[DistributedParameter] | None) -> None:
+    for end in ends:
+        end(read)

@@ -203,17 +203,6 @@ class GradientSum:
                 flat.copy_(sums)
 
 
-def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass under way will add to ``leaf.grad``, as opposed to ``torch.autograd.grad``, which returns it."""
-    if not leaf.requires_grad:  # frozen since forward: autograd passes it over
-        return False
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # how torch says that the leaf's gradient is captured and not accumulated
-        return False
-
-
 def _copy(flat: torch.Tensor, reduced: torch.Tensor) -> None:
     flat.copy_(reduced)
 

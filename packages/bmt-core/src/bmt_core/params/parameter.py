@@ -21,11 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from bmt_core.comm.autograd import AllGather
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
-from bmt_core.params.gradient_sum import GradientSum, accumulates
+from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.shard import Shard, even_ranges
 from bmt_core.params.uninitialized import blank_whole, has_values, mark_blank
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import accumulates
 
 InitMethod = Callable[[torch.Tensor], Any]
 _torch_data: Any = torch._C.TensorBase.__dict__["data"]

@@ -8,7 +8,6 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,15 +36,8 @@ _starts = 0
 # down, so it lives as long as the process, and every start uses its own prefix in it.
 _stores: dict[tuple[str | None, ...], dist.Store] = {}
 
-
-class CallObserver(Protocol):
-    """Follows the calls of the outermost bmt module, in every mode, alike on every rank."""
-
-    def call_begins(self, module: nn.Module) -> None:
-        """Called before ``module`` computes."""
-
-    def call_ends(self, module: nn.Module, read: Sequence[torch.Tensor] | None) -> None:
-        """Called at the end, with the parameters that were ``read`` outside of Blocks; None: the call has failed."""
+CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
+"""Called when a call has ended, with the parameters outside of Blocks that it has read; None: it has failed."""
 
 
 class Runtime:
@@ -71,7 +63,8 @@ class Runtime:
         self.kernels = kernels
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
-        self.call_observers: list[CallObserver] = []
+        self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
+        """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`: what takes hooks out of torch again."""
 

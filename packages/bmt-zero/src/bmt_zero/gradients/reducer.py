@@ -13,8 +13,9 @@ from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane
 from bmt_core.settings import ReduceDtype
+from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
-from bmt_zero.sharding.local_shard import LocalShard
+from bmt_zero.sharding.parameter_group import ParameterGroup
 from bmt_zero.sharding.unsharded_buffer import named
 
 
@@ -25,7 +26,7 @@ class GradientReducer:
     """
 
     def __init__(
-        self, group: LocalShard, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
+        self, group: ParameterGroup, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
     ) -> None:
         self.sum = GradientSum(group.parameters, group.pieces, group.indices)
         self.watcher: ReductionWatcher | None = None
@@ -34,7 +35,7 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype
         self._lane = lane
         self._ranks = lane.group(group.ranks)
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._held_back: torch.Tensor | None = None
         self._witness: GradientWitness | None = None  # of .grad as it was when gradients were held back
 
@@ -43,6 +44,11 @@ class GradientReducer:
         """Size of what :meth:`hold_back` keeps between micro-batches, if any parameter trains."""
         trains = True in [parameter.requires_grad for parameter in self._group.parameters]
         return self._group.total * summation_dtype(self._group.dtype).itemsize if trains else 0
+
+    def new_full_gradients(self) -> FullGradients:
+        """Return room for the whole gradients of one backward pass, in the dtype of the wire."""
+        self.in_flight.make_room()
+        return FullGradients(self._group, self.wire_dtype)
 
     def forget_cleared(self) -> None:
         """Drop what is kept when the user has cleared the gradients: see the notes in :mod:`bmt_core.params.gradient_sum`."""
@@ -58,7 +64,7 @@ class GradientReducer:
         self._lane.after(self._lane.here())
         with named(f"reduce {self._name}"):
             done = self._lane.run(lambda: self._start(reduced, full), then)
-        self._in_flight.keep(self._name, full, done)
+        self.in_flight.keep(self._name, full, done)
         self.sum.ready_at(done)
         if self.watcher is not None and self.sum.flat is not None:
             self.watcher(self.sum.flat, done)
@@ -94,7 +100,7 @@ class GradientReducer:
         if self._held_back is not None:
             nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
             self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
-            self._in_flight.wait()
+            self.in_flight.wait()
             self.sum.finish()
 
     @property

@@ -194,7 +194,7 @@ class BlockCall:
 
     def _full_gradients(self, number: int) -> FullGradients:
         if number not in self._full:
-            self._full[number] = self.groups[number].new_full_gradients()
+            self._full[number] = self.groups[number].reducer.new_full_gradients()
         return self._full[number]
 
     def _reduce(

@@ -17,6 +17,7 @@ from torch import nn
 
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import CallEnd
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.schedule.root_group import RootCall, RootGroup
 
@@ -27,51 +28,43 @@ class OutsideParameters:
     def __init__(self, in_flight: ReductionsInFlight) -> None:
         self._in_flight = in_flight
         self._expected: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[RootGroup]]] = weakref.WeakKeyDictionary()
-        self._calls: list[
-            RootCall
-        ] = []  # under way; a backward pass inside of one may begin another, on its own thread
 
-    def call_begins(self, module: nn.Module) -> None:
-        """Start to gather what the call of ``module`` is expected to read. Collective."""
-        known = self._expected.setdefault(module, {}).get(torch.is_grad_enabled())
-        expected = module.parameters() if known is None else [p for group in known for p in group.parameters]
-        self._calls.append(RootCall(self._groups_of(expected)))
+    def call_begins(self, module: nn.Module) -> CallEnd:
+        """Start to gather what the call of ``module`` is expected to read; return what is called at its end. Collective."""
+        expected, has_grad = self._expected.setdefault(module, {}), torch.is_grad_enabled()
+        known = expected.get(has_grad)
+        if known != []:
+            parameters = module.parameters() if known is None else [p for group in known for p in group.parameters]
+            known = self._groups_of(parameters)
+        call = RootCall(known) if known else None
 
-    def call_ends(self, module: nn.Module, read: Sequence[torch.Tensor] | None) -> None:
-        """Remember what was ``read``; None: the call has failed."""
-        call = self._calls.pop()
-        call.end()
-        if read is None:
-            return
-        ids = {id(parameter) for parameter in read}
-        divided = [self._formed(part) for group in call.groups for part in _divided(group, ids)]
-        self._expected[module][torch.is_grad_enabled()] = self._groups_of(read)
-        del divided  # kept until here: what nobody reads is in no group, but close together
+        def end(read: Sequence[torch.Tensor] | None) -> None:
+            if call is not None:
+                call.end()
+            if read is not None:
+                expected[has_grad] = self._groups_of(read) if read else []
+
+        return end
 
     def _groups_of(self, parameters: Iterable[torch.Tensor]) -> list[RootGroup]:
-        """Return the groups of those of ``parameters`` that are outside of Blocks. New ones are formed where there are none."""
-        members: dict[RootGroup | None, list[DistributedParameter]] = {}
-        for parameter in parameters:
-            if isinstance(parameter, DistributedParameter) and _is_outside(parameter):
-                owner = owner_of(parameter)
-                members.setdefault(owner if isinstance(owner, RootGroup) else None, []).append(parameter)
-        groups = [group for group in members if group is not None and group.is_intact]
-        return groups + self._formed([p for group, own in members.items() if group not in groups for p in own])
+        """Return groups of exactly those of ``parameters`` that are outside of Blocks, new ones where there are none."""
+        members: dict[RootGroup, list[DistributedParameter]] = {}
+        alone: list[DistributedParameter] = []
+        for p in dict.fromkeys(parameters):
+            # Those that have to be gathered, and that no Block gathers.
+            if isinstance(p, DistributedParameter) and p.replicas < p.group.size and not p._in_block:
+                owner = owner_of(p)
+                (members.setdefault(owner, []) if isinstance(owner, RootGroup) else alone).append(p)
+        groups = [g for g, own in members.items() if len(own) == len(g.parameters) and not g.data.is_memory_replaced]
+        divided = [group for group in members if group not in groups]
+        groups += self._formed([*alone, *(p for group in divided for p in members[group])])
+        for group in divided:  # the others lie close together again, and are in no group until they are read
+            self._formed([p for p in group.parameters if owner_of(p) is group])
+        return groups
 
     def _formed(self, parameters: Sequence[DistributedParameter]) -> list[RootGroup]:
         kinds: dict[object, list[DistributedParameter]] = {}
-        for p in dict.fromkeys(parameters):
+        for p in parameters:
             kinds.setdefault((p.group.ranks, p.dtype, p.device), []).append(p)
         with torch.inference_mode(False), torch.no_grad():
             return [RootGroup(members, self._in_flight) for members in kinds.values()]
-
-
-def _divided(group: RootGroup, read: set[int]) -> list[list[DistributedParameter]]:
-    """Return the parameters of ``group`` that were read and those that were not, if there are both."""
-    parts = [[p for p in group.parameters if (id(p) in read) is is_read] for is_read in (True, False)]
-    return parts if all(parts) else []
-
-
-def _is_outside(parameter: DistributedParameter) -> bool:
-    """Whether the parameter has to be gathered, and no Block does it."""
-    return parameter.group.size > 1 and not parameter._shard.replicated and not parameter._in_block

@@ -13,35 +13,27 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates, when_backward_ends
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
-from bmt_zero.schedule.group_owner import GroupOwner
+from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.sharding.rank_major_group import RankMajorGroup
 
 
-class RootGroup(GroupOwner):
-    """The ``parameters``, of one dtype and sharded over the same ranks, that the calls of an outermost module read."""
+class RootGroup(ShardedGroup):
+    """``parameters`` of one dtype, sharded over the same ranks, which calls of an outermost module read."""
+
+    group: RankMajorGroup
 
     def __init__(self, parameters: Sequence[DistributedParameter], in_flight: ReductionsInFlight) -> None:
-        self.group = RankMajorGroup(parameters)
-        self.call: RootCall | None = None
+        reduce_dtype = current().settings.reduce_dtype
         super().__init__(
-            self.group, reduce_dtype=current().settings.reduce_dtype, name="outside of blocks", in_flight=in_flight
+            RankMajorGroup(parameters), level=3, reduce_dtype=reduce_dtype, name="root", in_flight=in_flight
         )
-
-    @property
-    def parameters(self) -> list[DistributedParameter]:
-        """The parameters."""
-        return self.group.parameters
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether all parameters lie where the group has put them."""
-        return not self.data.is_memory_replaced and all(owner_of(p) is self for p in self.parameters)
+        self.parameters = self.group.parameters
+        self.call: RootCall | None = None
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See :class:`bmt_core.params.owner.ParameterOwner`."""
@@ -49,53 +41,35 @@ class RootGroup(GroupOwner):
             return None
         return self.call.read(parameter)
 
-    def gather(self) -> None:
-        """Start to gather. Collective."""
-        self.reducer.forget_cleared()
-        self.look_for_changes()
-        self.start_gather()
-
-    def arrived(self) -> list[torch.Tensor]:
-        """Return the whole parameters, copies of what :meth:`gather` has brought, which is freed."""
-        self.buffer.wait()
-        wholes = self.group.wholes(self.buffer.tensor)
-        self.free()
-        return wholes
-
-    def free(self) -> None:
-        """Free what was gathered."""
-        self.buffer.wait()
-        self.data.updates.forget_awaited()
-        self.buffer.free_unless_held()
-
-    def reduce(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-        """Reduce whole gradients; return what autograd is to have itself, of which ``.grad`` will get none. Collective."""
+    def reduce_whole(
+        self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """Reduce ``grads``, of which ``wanted`` are; return those that autograd is to have, and not ``.grad``. Collective."""
         taking = [want and accumulates(p) for want, p in zip(wanted, self.parameters, strict=True)]
         is_taking = True in taking
         wanted = taking if is_taking else wanted
         grads = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
         is_missing = any(want and grad is None for want, grad in zip(wanted, grads, strict=True))
-        self._in_flight.make_room()
-        full = self.group.rows_of(grads, self.reducer.wire_dtype)
+        self.reducer.in_flight.make_room()
+        full, gradient_sum = self.group.rows_of(grads, self.reducer.wire_dtype), self.reducer.sum
         if is_taking and not is_missing and not self.group.is_hooked:
-            self.reducer.reduce(full, wanted)
-            when_backward_ends(self._finish)
-            return [None] * len(grads)
-        reduced, total = self.reducer.reduce_now(full), self.reducer.sum
-        if is_missing:  # see [Note: gradients that are missing]
-            present = self.group.present(reduced)
-            wanted = [want and there for want, there in zip(wanted, present, strict=True)]
-        if not is_taking:
-            return total.rounded(reduced, wanted)
-        if self.group.is_hooked:
-            return total.seen_by_hooks(reduced, wanted)
-        total.take_now(reduced, wanted)
+            self.reduce(full, wanted)
+        else:
+            reduced = self.reduce_now(full)
+            if is_missing:  # see [Note: gradients that are missing]
+                present = self.group.present(reduced)
+                wanted = [want and there for want, there in zip(wanted, present, strict=True)]
+            if not is_taking:
+                return gradient_sum.rounded(reduced, wanted)
+            if self.group.is_hooked:
+                return gradient_sum.seen_by_hooks(reduced, wanted)
+            gradient_sum.take_now(reduced, wanted)
         when_backward_ends(self._finish)
         return [None] * len(grads)
 
     def _finish(self) -> None:
         self.reducer.sum.finish()
-        self._in_flight.wait()
+        self.reducer.in_flight.wait()
 
 
 class RootCall:
@@ -111,8 +85,10 @@ class RootCall:
         self._was_read: set[int] = set()
         self._wholes: dict[int, torch.Tensor] = {}
         for group in groups:
-            group.gather()
             group.call = self
+            group.reducer.forget_cleared()
+            group.look_for_changes()
+            group.start_gather()
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the whole ``parameter``; None if it was changed since, or torch's mode is another one by now."""
@@ -120,7 +96,7 @@ class RootCall:
         if self._mode != _mode() or self._versions[key] != parameter._version:
             return None
         if not self._wholes:
-            if any(group.call is not self for group in self.groups):  # taken by a call inside of this one
+            if any(group.call is not self for group in self.groups):  # used up by another call inside of this one
                 return None
             parameters = [p for group in self.groups for p in group.parameters]
             wholes = _Gather.apply(self.groups, self._was_read, *parameters)  # type: ignore[no-untyped-call]
@@ -134,7 +110,8 @@ class RootCall:
         for group in self.groups:
             if group.call is self:
                 group.call = None
-                group.free()
+                group.wait()
+                group.free_unless_held()
 
 
 class _Gather(torch.autograd.Function):
@@ -146,7 +123,11 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.groups, ctx.was_read = groups, was_read
-        wholes = [whole for group in groups for whole in group.arrived()]
+        wholes: list[torch.Tensor] = []
+        for group in groups:
+            group.wait()
+            wholes += group.views()
+            group.free_unless_held()
         ctx.mark_non_differentiable(*[whole for whole, p in zip(wholes, parts, strict=True) if not p.requires_grad])
         return tuple(wholes)
 
@@ -159,7 +140,7 @@ class _Gather(torch.autograd.Function):
             own = slice(len(results), len(results) + len(group.parameters))
             pairs = zip(needed[own], group.parameters, strict=True)
             wanted = [need and id(p) in ctx.was_read for need, p in pairs]
-            results += group.reduce(grads[own], wanted) if True in wanted else [None] * len(wanted)
+            results += group.reduce_whole(grads[own], wanted) if True in wanted else [None] * len(wanted)
         return None, None, *results
 
 

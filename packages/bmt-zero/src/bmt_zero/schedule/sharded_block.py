@@ -18,6 +18,7 @@ from bmt_zero.gradients.direct_linear import Location, RunningCall, direct_linea
 from bmt_zero.schedule.recomputed_buffers import BlockBuffers
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.schedule.zero_run import ZeroRun, zero_run
+from bmt_zero.sharding.parameter_group import ParameterGroup
 from bmt_zero.sharding.parameter_slots import ParameterSlots, Slot, WholeParameters
 from bmt_zero.sharding.unsharded_buffer import BufferState
 
@@ -186,9 +187,8 @@ class ShardedBlock:
             kinds.setdefault(key, (ranks, []))[1].append(parameter)
         made = [
             ShardedGroup(
-                members,
+                ParameterGroup(members, ranks=ranks, replicated=self.level == 0, device=current().device),
                 level=self.level,
-                ranks=ranks,
                 reduce_dtype=self.reduce_dtype,
                 name=f"blocks.{self.number}",
                 in_flight=self.run.in_flight,

@@ -1,45 +1,92 @@
-"""``ShardedGroup``: one group of a Block's parameters with everything that gathers and reduces it."""
+"""``ShardedGroup``: one group of parameters with everything that gathers and reduces it; the owner of its parameters."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 
-from bmt_core.comm import Group
+from bmt_core.params.owner import OwnerReference, ReductionWatcher
+from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
-from bmt_zero.gradients.full_gradients import FullGradients
+from bmt_zero.gradients.reducer import GradientReducer
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
-from bmt_zero.schedule.group_owner import GroupOwner
+from bmt_zero.sharding.data_version import DataVersion
 from bmt_zero.sharding.parameter_group import ParameterGroup
+from bmt_zero.sharding.unsharded_buffer import UnshardedBuffer
 
 
-class ShardedGroup(GroupOwner):
-    """What a Block gathers by one all-gather and reduces by one reduce-scatter.
+class ShardedGroup:
+    """What is gathered by one all-gather and reduced by one reduce-scatter.
 
-    ``group`` says where the parameters lie. ``level`` is the ZeRO level.
+    ``group`` says where the parameters lie, ``data`` whether their values changed, ``buffer`` holds them whole, ``reducer``
+    sums their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
     """
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        group: ParameterGroup,
         *,
         level: int,
-        ranks: Group,
         reduce_dtype: ReduceDtype,
         name: str,
         in_flight: ReductionsInFlight,
     ) -> None:
+        lanes = current().lanes
         self.level = level
-        self.group = ParameterGroup(parameters, ranks=ranks, replicated=level == 0, device=current().device)
+        self.name = name
+        self.group = group
+        self.data = DataVersion(group, lanes.gather)
+        self.buffer = UnshardedBuffer(group, lanes.gather)
+        self.reducer = GradientReducer(
+            group, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight
+        )
         self._leaves: list[torch.Tensor] = []
-        super().__init__(self.group, reduce_dtype=reduce_dtype, name=name, in_flight=in_flight)
+        reference: OwnerReference = weakref.ref(self)
+        for parameter in group.parameters:
+            parameter.owner_reference = reference
+
+    def note_update(self, done: Mark | None = None, reads: object = None) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.data.note_update(done, reads)
+
+    def wait_for_updates(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.data.updates.wait()
+
+    def note_replaced_memory(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.data.is_memory_replaced = True
+
+    def reduce_held_back(self) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.reducer.reduce_held_back()
+
+    def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        self.reducer.watcher = watcher
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        return None
 
     def bytes_to_gather(self, own_holds: int) -> int:
         """How much memory a gather takes that nobody has taken yet, apart from the caller, who holds it ``own_holds`` times."""
         is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.is_available)
         return 0 if is_there or self.group.is_replicated else self.group.full_bytes
+
+    def look_for_changes(self) -> None:
+        """Have the next :meth:`start_gather` gather again if the values were changed since the last look."""
+        if self.data.look():
+            self.buffer.mark_outdated()
+
+    def start_gather(self) -> None:
+        """Have the whole parameters on their way, unless they are there. Collective."""
+        if not self.buffer.is_available:
+            self.data.updates.hold_up_lane()
+            self.buffer.gather(self.name)
 
     def wait(self) -> None:
         """Let the computation wait for the whole parameters."""
@@ -73,11 +120,6 @@ class ShardedGroup(GroupOwner):
                 view.detach().requires_grad_(train) for view, train in zip(self.views(), trains, strict=True)
             ]
         return self._leaves
-
-    def new_full_gradients(self) -> FullGradients:
-        """Return room for the whole gradients of one backward pass, in the dtype of the wire."""
-        self._in_flight.make_room()
-        return FullGradients(self.group, self.reducer.wire_dtype)
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """See :meth:`GradientReducer.reduce`. Collective."""

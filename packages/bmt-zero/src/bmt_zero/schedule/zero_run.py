@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.optim.optimizer import (
 
 from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
-from bmt_core.run.runtime import Runtime, current
+from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.schedule.module_changes import ModuleChanges
 from bmt_zero.schedule.outside_parameters import OutsideParameters
@@ -38,18 +37,14 @@ class ZeroRun:
             register_optimizer_step_pre_hook(_before_step),
             register_optimizer_step_post_hook(_after_step),
         ]
-        runtime.call_observers.append(self)
+        runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 
-    def call_begins(self, module: nn.Module) -> None:
-        """See :class:`bmt_core.run.runtime.CallObserver`."""
-        self.outside.call_begins(module)
+    def _call_begins(self, module: nn.Module) -> CallEnd:
+        end = self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block says itself when it is called
             self.prefetch.call_begins(module)
-
-    def call_ends(self, module: nn.Module, read: Sequence[torch.Tensor] | None) -> None:
-        """See :class:`bmt_core.run.runtime.CallObserver`."""
-        self.outside.call_ends(module, read)
+        return end
 
     def _is_gathered(self, tensor: torch.Tensor) -> bool:
         return is_gathered(tensor) or any(g.buffer.holds_memory_of(tensor) for groups in self.running for g in groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bmt_core.run.lanes import Lane, Mark
-from bmt_zero.sharding.local_shard import LocalShard
+from bmt_zero.sharding.parameter_group import ParameterGroup
 from bmt_zero.sharding.pending_updates import PendingUpdates
 
 
@@ -15,7 +15,7 @@ class DataVersion:
     (:meth:`note_update`) is the same on every rank.
     """
 
-    def __init__(self, group: LocalShard, lane: Lane) -> None:
+    def __init__(self, group: ParameterGroup, lane: Lane) -> None:
         self.number = 0
         self.is_memory_replaced = False
         self.updates = PendingUpdates(lane)

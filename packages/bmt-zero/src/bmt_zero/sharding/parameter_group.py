@@ -10,12 +10,11 @@ from bmt_core.comm import Group
 from bmt_core.params.parameter import DistributedParameter, make_distributed
 from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
-from bmt_core.torch_internals import unflatten
+from bmt_core.torch_internals import has_gradient_hooks, unflatten
 from bmt_zero.sharding.flat_layout import flat_layout
-from bmt_zero.sharding.local_shard import LocalShard
 
 
-class ParameterGroup(LocalShard):
+class ParameterGroup:
     """Parameters of one dtype, back to back in one flat tensor, of which each rank of ``ranks`` keeps an equal slice.
 
     ``is_replicated`` (ZeRO level 0, or a group of one rank): every rank keeps all of it. The parameters become
@@ -26,23 +25,36 @@ class ParameterGroup(LocalShard):
     def __init__(
         self, parameters: Sequence[torch.nn.Parameter], *, ranks: Group, replicated: bool, device: torch.device
     ) -> None:
-        replicated, dtype = replicated or ranks.size == 1, parameters[0].dtype
+        self.ranks = ranks
+        self.is_replicated = replicated or ranks.size == 1
+        self.dtype = parameters[0].dtype
+        self.device = device
         self.shapes = [p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters]
-        numels = [shape.numel() for shape in self.shapes]
-        self.layout = flat_layout(numels, dtype.itemsize, 1 if replicated else ranks.size)
-        pieces = self.layout.pieces(None if replicated else ranks.rank)
-        super().__init__(*pieces, ranks=ranks, replicated=replicated, dtype=dtype, device=device)
+        # How the shard is cut: the lengths of its pieces, and which piece is which parameter's.
+        self.pieces, self.indices = self._lay_out(parameters)
+        self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
+        self.total = self.shard.numel() * (1 if self.is_replicated else ranks.size)
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
                 self._adopt(parameter, number, parts[index])
                 for number, (parameter, index) in enumerate(zip(parameters, self.indices, strict=True))
             ]
-        lengths, self._places = self.layout.pieces()
-        self._like = [torch.empty(length, device="meta") for length in lengths]
-        for index, shape in zip(self._places, self.shapes, strict=True):
-            self._like[index] = torch.empty(shape, device="meta")
-        self._gaps = sorted(set(range(len(lengths))) - set(self._places))
+
+    @property
+    def full_bytes(self) -> int:
+        """Size of all parameters, padding included."""
+        return self.total * self.dtype.itemsize
+
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter's part was modified in place, as far as torch counts."""
+        return [parameter._version for parameter in self.parameters]
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the user watches gradients of these parameters, so that each must reach autograd."""
+        return has_gradient_hooks(self.parameters)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' pieces of ``flat``, a tensor of the layout, in their shapes: fresh views at each call."""
@@ -56,9 +68,19 @@ class ParameterGroup(LocalShard):
         pieces = unflatten(flat, self._like)
         return [pieces[index] for index in self._gaps]
 
+    def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
+        numels = [shape.numel() for shape in self.shapes]
+        self._layout = flat_layout(numels, self.dtype.itemsize, 1 if self.is_replicated else self.ranks.size)
+        lengths, self._places = self._layout.pieces()
+        self._like = [torch.empty(length, device="meta") for length in lengths]
+        for index, shape in zip(self._places, self.shapes, strict=True):
+            self._like[index] = torch.empty(shape, device="meta")
+        self._gaps = sorted(set(range(len(lengths))) - set(self._places))
+        return self._layout.pieces(None if self.is_replicated else self.ranks.rank)
+
     def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
         shape = self.shapes[number]
-        ranges = ((0, shape.numel()),) * self.ranks.size if self.is_replicated else self.layout.ranges(number)
+        ranges = ((0, shape.numel()),) * self.ranks.size if self.is_replicated else self._layout.ranges(number)
         shard = Shard(shape, ranges, self.ranks, replicated=self.is_replicated)
         if has_values(parameter):
             place.copy_(_part(parameter, shard))

@@ -1,9 +1,9 @@
 """``RankMajorGroup``: parameters that are each sharded by itself, whose parts on one rank lie back to back.
 
 An optimizer may know the parts before the group is made, so which elements a rank has stays as it was: only their memory
-moves. Gathered, the whole is one row per rank, and whole parameters and gradients are copied out of and into the rows: with
-embeddings and a head in mind, large tensors and few, once per step. A row ends with one element per parameter for
-gradients: whether the rank has one.
+moves. What is gathered has one row for each rank, and whole parameters and gradients are copied out of and into the rows: with
+embeddings and a head in mind, large tensors and few, once per step. A row ends with one element for each parameter, which
+says of gradients whether the rank has one.
 """
 
 from __future__ import annotations
@@ -15,39 +15,24 @@ import torch
 
 from bmt_core.params.parameter import DistributedParameter, lend_data
 from bmt_zero.sharding.flat_layout import flat_layout
-from bmt_zero.sharding.local_shard import LocalShard
+from bmt_zero.sharding.parameter_group import ParameterGroup
 
 
-class RankMajorGroup(LocalShard):
-    """``parameters`` of one dtype that are sharded over the same ranks, several; moves their parts into its shard."""
+class RankMajorGroup(ParameterGroup):
+    """``parameters`` of one dtype that are sharded over the same ranks; several, and none has all."""
 
     def __init__(self, parameters: Sequence[DistributedParameter]) -> None:
-        first = parameters[0]
-        self.parameters = list(parameters)
-        self._longest = [parameter._shard.longest for parameter in parameters]
-        row = flat_layout([*self._longest, len(parameters)], first.dtype.itemsize, ranks=1)
-        *self._starts, self._flags = row.offsets
-        # This rank's own parts may be shorter than the longest.
-        pieces, indices = replace(row, numels=(*[p.numel() for p in parameters], len(parameters))).pieces()
-        super().__init__(
-            pieces, indices[:-1], ranks=first.group, replicated=False, dtype=first.dtype, device=first.device
-        )
-        parts = torch.split(self.shard, self.pieces)
-        for parameter, index in zip(parameters, self.indices, strict=True):
-            lend_data(parameter, parts[index].copy_(parameter.data))
+        super().__init__(parameters, ranks=parameters[0].group, replicated=False, device=parameters[0].device)
 
-    def wholes(self, gathered: torch.Tensor) -> list[torch.Tensor]:
-        """Return the whole parameters that were ``gathered``, in memory of their own."""
-        rows = gathered.view(self.ranks.size, -1)
-        return [
-            parameter._shard.joined(
-                rows[:, start : start + longest].clone(memory_format=torch.contiguous_format).view(-1)
-            )
-            for parameter, start, longest in zip(self.parameters, self._starts, self._longest, strict=True)
-        ]
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the whole parameters that were gathered into ``flat``, in memory of their own."""
+        rows = flat.view(self.ranks.size, -1)
+        places = zip(self.parameters, self._starts, self._longest, strict=True)
+        parts = [(p, rows[:, start : start + longest].contiguous().view(-1)) for p, start, longest in places]
+        return [parameter._shard.joined(padded) for parameter, padded in parts]
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Return whole gradients, flat, one row for each rank: its parts of them, zero where there is none, and which are there."""
+        """Return whole gradients as they are reduced: rows of their parts, zero where there is none, and which are there."""
         flat = torch.zeros(self.total, dtype=dtype, device=self.device)
         rows = flat.view(self.ranks.size, -1)
         for number, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
@@ -60,5 +45,17 @@ class RankMajorGroup(LocalShard):
 
     def present(self, reduced: torch.Tensor) -> list[bool]:
         """Return which gradients any rank had, of those whose sum is ``reduced``. The host waits for the device."""
-        flags = reduced[self._flags : self._flags + len(self.parameters)]
-        return [number != 0 for number in flags.tolist()]
+        return [number != 0 for number in reduced[self._flags :][: len(self.parameters)].tolist()]
+
+    def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
+        numels = [parameter.numel() for parameter in parameters]
+        self._longest = [parameter._shard.longest for parameter in parameters]  # type: ignore[attr-defined]
+        row = flat_layout([*self._longest, len(numels)], self.dtype.itemsize, ranks=1)
+        *self._starts, self._flags = row.offsets
+        pieces, indices = replace(row, numels=(*numels, len(numels))).pieces()  # own parts may be shorter
+        return pieces, indices[:-1]
+
+    def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
+        assert isinstance(parameter, DistributedParameter)
+        lend_data(parameter, place.copy_(parameter.data))
+        return parameter

@@ -17,7 +17,7 @@ import torch
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import is_profiling, storage_key
 from bmt_zero.sharding.gathered_memory import gathered_memory
-from bmt_zero.sharding.local_shard import LocalShard
+from bmt_zero.sharding.parameter_group import ParameterGroup
 
 
 class BufferState(Enum):
@@ -39,7 +39,7 @@ class UnshardedBuffer:
     ``holders`` counts those who need it. A replicated group's buffer is its shard: always READY, never freed.
     """
 
-    def __init__(self, group: LocalShard, lane: Lane) -> None:
+    def __init__(self, group: ParameterGroup, lane: Lane) -> None:
         self._group = group
         self._lane = lane
         self.holders = 0
