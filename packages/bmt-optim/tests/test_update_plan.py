@@ -34,6 +34,9 @@ class Shard:
     def reduce_held_back(self) -> None:
         pass
 
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None
+
     def watch_reductions(self, watcher: Any) -> None:
         pass
 

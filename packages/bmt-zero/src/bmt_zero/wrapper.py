@@ -15,6 +15,7 @@ from bmt_core.params.uninitialized import check_values_at_first_call, materializ
 from bmt_core.run.runtime import current
 from bmt_zero.block import Block
 from bmt_zero.hugging_face import without_cache_in_recomputation
+from bmt_zero.schedule.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -33,9 +34,9 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
     """
     refuse_writing_forward(model)
-    materialize_buffers(
-        model.modules(), current().device
-    )  # all at once: those that several modules hold stay one tensor
+    zero_run()  # which gathers parameters outside of Blocks together
+    # All at once: buffers that several modules hold stay one tensor.
+    materialize_buffers(model.modules(), current().device)
     blocks = list(_outermost_list_members(model))
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):

@@ -248,8 +248,7 @@ def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
     Gradients are kept back between micro-batches; this matters for a block that took no part in the last one.
     """
     references = [p.owner_reference for p in parameters if isinstance(p, DistributedParameter)]
-    for reference in dict.fromkeys(references):
-        owner = None if reference is None else reference()
+    for owner in dict.fromkeys([reference() for reference in references if reference is not None]):
         if owner is not None:
             owner.reduce_held_back()
 

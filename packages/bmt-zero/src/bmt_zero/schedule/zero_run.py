@@ -15,10 +15,11 @@ from torch.optim.optimizer import (
 
 from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
-from bmt_core.run.runtime import Runtime, current
+from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_core.torch_internals import backward_pass
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.schedule.module_changes import ModuleChanges
+from bmt_zero.schedule.outside_parameters import OutsideParameters
 from bmt_zero.schedule.prefetch import Prefetch
 from bmt_zero.schedule.sharded_group import ShardedGroup
 
@@ -36,6 +37,7 @@ class ZeroRun:
     def __init__(self, runtime: Runtime) -> None:
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
+        self.outside = OutsideParameters(self.in_flight)
         self.running: list[list[ShardedGroup]] = []
         """The groups of the blocks whose forward runs."""
         self.calls_in_backward: dict[EndedCall, None] = {}
@@ -60,10 +62,12 @@ class ZeroRun:
             self.calls_in_backward.clear()
             self.prefetch.forget_gathered()
 
-    def _call_begins(self, module: nn.Module) -> None:
+    def _call_begins(self, module: nn.Module) -> CallEnd:
         self.end_failed_passes()
+        end = self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block says itself when it is called
             self.prefetch.call_begins(module)
+        return end
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_failed_passes()
@@ -90,13 +94,12 @@ def zero_run() -> ZeroRun:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    references = {
+    references = [
         parameter.owner_reference
         for group in optimizer.param_groups
         for parameter in group["params"]
         if isinstance(parameter, DistributedParameter) and parameter.grad is not None
-    }
-    for reference in references:
-        owner = None if reference is None else reference()
+    ]
+    for owner in {reference() for reference in references if reference is not None}:
         if owner is not None:
             owner.note_update()
