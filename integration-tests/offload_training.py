@@ -116,7 +116,7 @@ def both(kind: Any, dtype: torch.dtype) -> list[tuple[dict[str, Any], list[torch
         for training in trainings:
             for number in range(4):
                 training.step(number, overflows=number == 2 and "loss_scale" in settings)
-            training.manager.settle()
+            training.manager.read_outcome()
             training.optimizer.wait()
         steps = [{state["step"] for state in training.optimizer.state.values()} for training in trainings]
         assert steps[0] == steps[1]

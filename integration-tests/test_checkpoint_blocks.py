@@ -209,7 +209,7 @@ def train(model: Model, manager: OptimManager, steps: int, noise: float) -> list
 
 def everything(model: Model, manager: OptimManager) -> Any:
     """All numbers of a run; those of the optimizer whole, by name."""
-    manager.settle()
+    manager.read_outcome()
     parameters = {name: value.float().tolist() for name, value in model.state_dict().items()}
     state = manager.logical_state(list(model.named_parameters()))
     numbers = None if state is None else {**state, "logical": _listed(state["logical"])}

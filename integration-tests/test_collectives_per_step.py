@@ -96,6 +96,40 @@ def test_what_is_outside_of_blocks_is_one_gather_and_one_reduction_per_step() ->
         assert [Counter(step) for step in later] == [{"all_gather": 1 + 2, "reduce_scatter": 1 + 2}] * 2
 
 
+class Experts(nn.Module):
+    """Two layers, of which a call reads those that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterDict({"a": torch.ones(2, 256), "b": torch.ones(4, 256)})
+
+    def forward(self, names: str) -> torch.Tensor:
+        return torch.cat([self.layers[name] for name in names]).sum()
+
+
+def counted_reads(plan: list[str]) -> tuple[list[list[tuple[str, int]]], bool]:
+    """What each call and its backward move, and whether every rank's elements stayed the same ones."""
+    model = BMTrainModelWrapper(Experts())
+    before = [(p.shape, p._start_partition, p._end_partition) for p in model.parameters()]  # type: ignore[attr-defined]
+    seen = []
+    for names in plan:
+        bmt_recording.clear()
+        model(names).backward()
+        seen.append([(call.op, call.bytes // 1024) for call in bmt_recording.calls])
+    return seen, before == [(p.shape, p._start_partition, p._end_partition) for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:
+    # a is 2 KiB and b is 4, and of b each rank has 2; half a KiB of a rank's row tells which gradients are there.
+    for seen, are_same in run_ranks(counted_reads, 2, ["a", "a", "ab", "ab", "b"], init={"comm_backend": "recording"}):
+        assert are_same
+        gathers = [[size for op, size in calls if op == "all_gather"] for calls in seen]
+        reductions = [sorted(size for op, size in calls if op == "reduce_scatter") for calls in seen]
+        # Not expected, b comes by itself.
+        assert gathers == [[7], [3], [3, 4], [3, 5], [3, 5]]
+        assert reductions == [[7], [3], [3, 4], [3, 5], [5]]
+
+
 @pytest.mark.parametrize(
     ("level", "expected"),
     [

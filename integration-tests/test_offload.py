@@ -1,7 +1,7 @@
 """``AdamOffloadOptimizer`` under the sharding engine trains what ``AdamOptimizer`` trains, at every level, on any ranks.
 
-On the CPU there is nowhere to go, so the host takes the part of the device here: states, chunks, the worker's thread, early
-departures and marks are those of a GPU, and copies are done at once.
+On the CPU there is nowhere to go, so the host takes the part of the device here: states, chunks, the worker's thread, copies
+during backward and marks are those of a GPU, and copies are done at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from bmt_optim.host_schedule import HostSchedule
-from bmt_optim.host_shard import HostShard
+from bmt_optim.offload.chunks import ShardChunks
+from bmt_optim.offload.host_shard import HostShard
 from bmt_zero import Block, TransformerBlockList
 
 
@@ -93,38 +93,38 @@ def test_a_block_may_belong_to_several_optimizers_or_groups_that_come_later(
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def departures(max_norm: float | None, micro_batches: int) -> list[int]:
-    """Return how many copies of gradients each step started itself; fail when weights are read again, for which all would wait."""
+def copies_at_the_step(max_norm: float | None, micro_batches: int) -> list[int]:
+    """Return how many copies of gradients each step started itself; fail when weights are read again."""
     training = Training(Offload, max_norm=max_norm, loss_scale=4.0, micro_batches=micro_batches)
     late: list[int] = []
 
-    def count(schedule: Any, copies: Any) -> Any:
+    def count(chunks: Any, copies: Any) -> Any:
         late[-1] += 1
-        return leave(schedule, copies)
+        return copy(chunks, copies)
 
     def refuse(shard: Any, p: Any) -> None:
         raise AssertionError("nobody wrote a weight")
 
-    leave, read = HostSchedule.leave, HostShard._read_weight
-    HostSchedule.leave = count  # type: ignore[method-assign]
+    copy, read = ShardChunks.copy_gradients, HostShard._read_weight
+    ShardChunks.copy_gradients = count  # type: ignore[method-assign]
     try:
         for number in range(4):
             late.append(0)
             training.step(number)
             HostShard._read_weight = refuse  # type: ignore[method-assign]
     finally:
-        HostSchedule.leave, HostShard._read_weight = leave, read  # type: ignore[method-assign]
+        ShardChunks.copy_gradients, HostShard._read_weight = copy, read  # type: ignore[method-assign]
     return late
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_gradients_of_blocks_leave_during_backward_also_when_they_are_clipped(
+def test_gradients_of_blocks_are_copied_during_backward_also_when_they_are_clipped(
     max_norm: float | None, micro_batches: int
 ) -> None:
-    for first, *later in run_ranks(departures, 2, max_norm, micro_batches):
-        # The first step makes the schedules; after it only the embedding's gradient is left to copy.
-        assert first == 5 and later == [1, 1, 1]
+    for first, *later in run_ranks(copies_at_the_step, 2, max_norm, micro_batches):
+        # The first step divides shards into chunks; after it the embedding's gradient leaves during backward too.
+        assert first == 5 and later == [0, 0, 0]
 
 
 def changed_by_hand() -> bool:
@@ -148,7 +148,7 @@ def changed_by_hand() -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_gradients_that_were_changed_after_they_left_leave_again() -> None:
+def test_gradients_that_were_changed_after_they_were_copied_are_copied_again() -> None:
     assert run_ranks(changed_by_hand, 2) == [True, True]
 
 
@@ -167,7 +167,7 @@ def unscaled_by_torch(kind: Any) -> list[torch.Tensor]:
     return training.whole()
 
 
-def test_gradients_that_a_grad_scaler_unscaled_after_they_left_leave_again() -> None:
+def test_gradients_that_a_grad_scaler_unscaled_after_they_were_copied_are_copied_again() -> None:
     for expected, found in zip(
         run_ranks(unscaled_by_torch, 1, AdamOptimizer), run_ranks(unscaled_by_torch, 1, Offload), strict=True
     ):
@@ -415,10 +415,10 @@ def goes_on_while_the_host_works(level: int) -> tuple[list[bool], bool]:
     model(x).square().sum().backward()
     before = [(p, p.detach().clone()) for p in model.parameters() if p.grad is not None and p.grad.any()]
     optimizer.step()
-    was_running = [not update._is_over.is_set() for update in optimizer._under_way]
+    was_running = [not update.is_over.is_set() for update in optimizer._under_way]
     optimizer.gate.set()
     model(x).square().sum().backward()  # each block waits for its update
-    is_over = all(update._is_over.is_set() for update in optimizer._under_way)
+    is_over = all(update.is_over.is_set() for update in optimizer._under_way)
     moved = [not torch.equal(p, old) for p, old in before]
     return was_running, is_over and all(moved)
 

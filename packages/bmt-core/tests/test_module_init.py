@@ -15,6 +15,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.uninitialized import has_values
 from bmt_core.run import runtime
 from bmt_core.settings import MeshAxis
 from bmt_core.testing import run_ranks
@@ -343,23 +344,69 @@ class Fails(Replaces):
         raise ValueError("no luck")
 
 
+class ReplacesInside(DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Affine(5, sharded)
+        self.scale = DistributedParameter(torch.ones(2))
+
+    def reset_parameters(self) -> None:
+        self.inner.weight = nn.Parameter(torch.ones(5, 3))
+
+
 def failures() -> list[str]:
     messages = []
     with torch.device("meta"):
-        models = [Replaces(), Fails()]
+        models = [Replaces(), ReplacesInside(), Fails()]
     for model in models:
+        parameters = model._parameters
         with pytest.raises(ValueError) as caught:
             init_parameters(model)
         messages.append(str(caught.value))
-    weight = models[1]._parameters["weight"]
+        assert model._parameters is parameters and type(parameters) is dict
+    weight = models[2]._parameters["weight"]
     assert isinstance(weight, DistributedParameter) and weight.shape == (4 // runtime.world_size(),)
+    assert not has_values(weight)
     return messages
 
 
 def test_a_failing_initialisation_leaves_the_parts_in_place() -> None:
-    for replaced, failed in run_ranks(failures, 2):
+    for replaced, inside, failed in run_ranks(failures, 2):
         assert "Replaces gave it other parameters" in replaced
+        assert "Affine gave it other parameters" in inside
         assert failed == "no luck"
+
+
+class Keeps(DistributedModule):
+    """Writes to its parameter by a reference of its own, from when it was not whole."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = DistributedParameter(torch.empty(4, 3))
+        self.kept = [self._parameters["weight"]]
+        self.write = write
+
+    def reset_parameters(self) -> None:
+        assert self.kept[0] is not None and self.kept[0].shape == (4, 3)
+        self.write(self.kept[0])
+
+
+def kept() -> list[str]:
+    messages = []
+    for write in (nn.init.normal_, nn.init.zeros_):
+        with torch.device("meta"):
+            model = Keeps(write)
+        with pytest.raises(ConfigError) as caught:
+            init_parameters(model)
+        messages.append(str(caught.value))
+        assert not has_values(model._parameters["weight"])  # type: ignore[arg-type]
+    return messages
+
+
+def test_a_write_to_a_parameter_that_is_not_whole_raises() -> None:
+    for refused, moved in run_ranks(kept, 2):
+        assert refused.startswith("Initialisation wrote to a parameter, by Keeps, when it was not whole.")
+        assert moved.startswith("Initialisation wrote to weight when it was not whole.")
 
 
 def undistributed() -> str:
@@ -386,5 +433,5 @@ def slices() -> str:
 
 def test_a_tensor_parallel_slice_needs_an_init_method() -> None:
     for message in run_ranks(slices, 2, init=grid_with(MeshAxis("tp", 2, 100, shards_data=False))):
-        assert "shape (4, 3) is a slice of one of shape (8, 3)" in message
+        assert "a slice, of shape (4, 3), of a tensor of shape (8, 3)" in message
         assert "Give it an init_method" in message

@@ -108,6 +108,15 @@ def test_tensors_that_share_memory_have_one_key_also_without_bytes() -> None:
     assert internals.storage_key(memory) == key
 
 
+def test_writing_to_a_tensor_changes_its_state_and_replacing_it_does() -> None:
+    memory = torch.ones(4)
+    states = internals.memory_states([memory[2:], None])
+    assert states == internals.memory_states([memory[2:], None]) and states[1] is None
+    assert states[:1] != internals.memory_states([memory[:2]])
+    memory.zero_()
+    assert states[:1] != internals.memory_states([memory[2:]])
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_gradients_are_seen(register: str) -> None:
     x = torch.ones(2, requires_grad=True)

@@ -15,33 +15,32 @@ from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import (
-    blank_buffers,
-    blank_parameters,
+    fill_with_nan,
+    has_nan,
     has_values,
-    is_poisoned,
-    mark_blank,
-    named,
-    place_buffers,
-    poison,
-    settle_buffer,
+    list_names,
+    mark_if_nan_is_left,
+    mark_uninitialized,
+    materialize_buffers,
+    uninitialized_names,
 )
 from bmt_core.testing import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 def test_one_forgotten_element_is_found(dtype: torch.dtype) -> None:
-    tensor = poison(torch.empty(3, 5, dtype=dtype))
-    assert is_poisoned(tensor)
+    tensor = fill_with_nan(torch.empty(3, 5, dtype=dtype))
+    assert has_nan(tensor)
     tensor.view(-1)[:14] = float("-inf")
-    assert is_poisoned(tensor)
+    assert has_nan(tensor)
     tensor.view(-1)[14] = float("inf")
-    assert not is_poisoned(tensor)
+    assert not has_nan(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float32, torch.float8_e4m3fn])
 def test_a_mark_lasts_until_something_is_written(dtype: torch.dtype) -> None:
     tensor = torch.empty(4, dtype=dtype)
-    mark_blank(tensor)
+    mark_uninitialized(tensor)
     assert not has_values(tensor)
     tensor.clone()
     assert not has_values(tensor)
@@ -50,15 +49,24 @@ def test_a_mark_lasts_until_something_is_written(dtype: torch.dtype) -> None:
     assert not has_values(torch.empty(4, device="meta")) and has_values(torch.empty(0, device="meta"))
 
 
-def test_a_buffer_written_in_part_is_blank() -> None:
+def test_a_buffer_written_in_part_has_no_values() -> None:
     buffer = torch.empty(4)
-    mark_blank(buffer)
+    mark_uninitialized(buffer)
     buffer[:3] = 0
-    settle_buffer(buffer)
+    mark_if_nan_is_left(buffer)
     assert not has_values(buffer)
     buffer[3:] = 0
-    settle_buffer(buffer)
+    mark_if_nan_is_left(buffer)
     assert has_values(buffer)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_copy_of_a_buffer_with_values_has_values(dtype: torch.dtype) -> None:
+    buffer = torch.empty(4, dtype=dtype)
+    mark_uninitialized(buffer)
+    assert not has_values(copy.deepcopy(buffer))
+    buffer.copy_(torch.ones(4))
+    assert has_values(buffer) and has_values(copy.deepcopy(buffer))
 
 
 def test_buffers_leave_the_meta_device_and_shared_ones_stay_shared() -> None:
@@ -66,14 +74,14 @@ def test_buffers_leave_the_meta_device_and_shared_ones_stay_shared() -> None:
     one.register_buffer("mask", torch.empty(2, 3, device="meta"))
     two.register_buffer("mask", one.mask)
     two.register_buffer("scale", torch.ones(2))
-    place_buffers([one, two], torch.device("cpu"))
+    materialize_buffers([one, two], torch.device("cpu"))
     assert one.mask is two.mask and not one.mask.is_meta and one.mask.shape == (2, 3)
-    assert blank_buffers(two) == ["mask"] and blank_parameters(two) == []
+    assert uninitialized_names(two) == ([], ["mask"])
 
 
 def test_many_names_are_cut_short() -> None:
-    assert named([f"p{i}" for i in range(9)], []) == "Parameters p0, p1, p2, p3, p4, p5 and 3 more"
-    assert named([], ["mask"]) == "Buffers mask"
+    assert list_names([f"p{i}" for i in range(9)], []) == "Parameters p0, p1, p2, p3, p4, p5 and 3 more"
+    assert list_names([], ["mask"]) == "Buffers mask"
 
 
 class Holder(DistributedModule):
@@ -102,7 +110,7 @@ def message_of(path: str) -> list[str]:
     return messages
 
 
-def test_a_blank_parameter_cannot_be_read_or_saved_on_any_rank(tmp_path: Path) -> None:
+def test_an_uninitialized_parameter_cannot_be_read_or_saved_on_any_rank(tmp_path: Path) -> None:
     for messages in run_ranks(message_of, 4, str(tmp_path / "model.pt")):
         assert len(messages) == 5
         for message in messages:

@@ -16,7 +16,7 @@ from bmt_kernels import binaries
 _SOURCES = Path(__file__).parent / "fakes"
 _NUMBERS = (
     *("blocks", "async_error", "result", "microseconds", "asking"),
-    *("finalized", "destroyed", "aborted", "ungrouped", "torn"),
+    *("finalized", "destroyed", "aborted", "ungrouped", "torn", "deaf", "inside", "thread"),
 )
 _DRIVER_NUMBERS = ("status", "record_status", "capturing", "events", "recorded")
 

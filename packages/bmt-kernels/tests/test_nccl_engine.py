@@ -178,8 +178,67 @@ def test_members_that_never_connect_are_an_error_for_whoever_waits_for_them(fake
         NcclError, match=r"^send of 16 bytes to rank 4 on rank 6 in the group of ranks .* could not begin within 0.2 s"
     ):
         group.exchange([(BUFFER.data_ptr(), BUFFER.nbytes, 0)], [], 0)
-    assert fakes["aborted"] == 1 and fakes["recorded"] == 0
+    assert fakes["recorded"] == 0
+    fakes["blocks"] = 0
+    wait_until(lambda: fakes["aborted"] == 1)
     made.close(0.0)
+
+
+def test_a_communicator_is_aborted_when_the_call_that_looks_for_a_dead_member_has_come_out(fakes: Fakes) -> None:
+    made = fakes.engine(timeout=SHORT)
+    groups = [fakes.communicator(made), fakes.communicator(made)]
+    fakes["blocks"] = fakes["deaf"] = 1
+    attempts = threading.Timer(5.0, lambda: fakes.__setitem__("blocks", 0))  # they end by themselves, but later
+    attempts.start()
+    with pytest.raises(NcclError, match=r"^all_reduce of 4 float32 on rank 6 .* could not begin within 0.2 s"):
+        groups[0].all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)
+    for group in groups:
+        with pytest.raises(NcclError, match=r"^all_reduce of 4 float32 on rank 6 .* could not begin within 0.2 s"):
+            group.broadcast(BUFFER.data_ptr(), BUFFER.nbytes, 0, 0)
+    assert not made.close(1.0)
+    assert (fakes["blocks"], fakes["aborted"], fakes["inside"]) == (1, 1, 0)  # the other one
+    attempts.cancel()
+    fakes["blocks"] = 0
+    wait_until(lambda: fakes["aborted"] == 2)
+    assert (fakes["inside"], fakes["destroyed"], fakes["events"]) == (0, 0, 0)
+
+
+def test_a_call_that_waits_for_a_device_that_hangs_is_let_go(fakes: Fakes) -> None:
+    made = fakes.engine(timeout=SHORT)
+    group = fakes.communicator(made)
+    fakes["status"] = 600
+    group.all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)
+    fakes["blocks"] = 1
+    with pytest.raises(NcclError, match=r"^all_reduce of 4 float32 .* has not finished within 0.2 s"):
+        group.all_reduce(BUFFER.data_ptr(), 4, FLOAT32, SUM, 0)
+    assert fakes["aborted"] == 1
+    made.close(0.0)
+
+
+def test_a_call_like_none_before_has_a_thread_of_its_own(fakes: Fakes, engine: Any) -> None:
+    group = fakes.communicator(engine)
+    x, wide = torch.zeros(4), torch.zeros(12)
+    calls: list[Callable[[], None]] = [
+        lambda: group.all_reduce(x.data_ptr(), 4, FLOAT32, SUM, 0),
+        lambda: group.all_reduce(x.data_ptr(), 3, FLOAT32, SUM, 0),
+        lambda: group.all_reduce(x.data_ptr(), 3, FLOAT32, PROD, 0),
+        lambda: group.reduce_scatter(wide.data_ptr(), x.data_ptr(), 4, FLOAT32, SUM, 0),
+        lambda: group.all_gather(x.data_ptr(), wide.data_ptr(), 16, 0),
+        lambda: group.broadcast(x.data_ptr(), 16, 0, 0),
+        lambda: group.broadcast(x.data_ptr(), 16, 1, 0),
+        lambda: group.exchange([(x.data_ptr(), 16, 0)], [], 0),
+        lambda: group.exchange([], [(x.data_ptr(), 16, 0)], 0),
+        lambda: group.all_to_all(x.data_ptr(), wide.data_ptr(), 4, 0),
+    ]
+    for is_first in (True, False):
+        for call in calls:
+            call()
+            assert (fakes["thread"] != threading.get_native_id()) == is_first
+    group.exchange([(x.data_ptr(), 8, 0)], [], 0)  # ways between two members are the same for all sizes
+    assert fakes["thread"] == threading.get_native_id()
+    fakes["capturing"] = 1  # a graph is captured by the thread that began it
+    group.all_reduce(x.data_ptr(), 1, FLOAT32, SUM, 0)
+    assert fakes["thread"] == threading.get_native_id()
 
 
 def test_members_that_never_join_are_an_error_and_a_communicator_that_comes_late_is_aborted(fakes: Fakes) -> None:

@@ -24,12 +24,29 @@ class Unaware(torch.optim.Optimizer):
                     p.sub_(group["lr"] * p.grad.sign())
 
 
+class TakesScale(torch.optim.SGD):
+    """An optimizer as BMTrain's are: ``step`` divides the gradients by ``scale``."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.scales: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1) -> None:  # type: ignore[override]
+        self.scales.append(scale)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / scale)
+
+
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "bmt": lambda params: AdamOptimizer(params, lr=0.1),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
     "fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "unaware": Unaware,
+    "takes_scale": TakesScale,
 }
 
 

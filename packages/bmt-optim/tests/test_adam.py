@@ -306,7 +306,7 @@ def test_a_step_skipped_on_the_device_changes_and_counts_nothing(dtype: torch.dt
         optimizer.found_inf = torch.tensor(float(is_bad))
         optimizer.step()
         del optimizer.found_inf
-    optimizer.settle()
+    optimizer.read_outcome()
     for a, b in zip(skipping, reference, strict=True):
         assert torch.equal(a, b)
         assert optimizer.state[a]["step"] == plain.state[b]["step"] == 3

@@ -82,7 +82,7 @@ def test_by_default_the_kernels_decide(has_compact_adam: bool, monkeypatch: pyte
     kinds: list[torch.dtype] = []
     monkeypatch.setattr(Provider, "has_compact_adam", has_compact_adam)
     kernels = Kernels(Provider())
-    monkeypatch.setattr("bmt_optim.adam.kernels_on", lambda device: kernels)
+    monkeypatch.setattr("bmt_optim.adam.optimizer.kernels_on", lambda device: kernels)
     params = parameters(torch.bfloat16)
     give_gradients(params, 0)
     for setting in (None, False, True):

@@ -15,8 +15,9 @@ from offloaded import Offload
 from sharded_adam import give_gradients, parameters
 
 from bmt_core.errors import ConfigError
-from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create, host_memory, host_worker
-from bmt_optim.host_memory import HostMemory
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create
+from bmt_optim.offload import host_memory, worker
+from bmt_optim.offload.host_memory import HostMemory
 
 CPU = torch.device("cpu")
 HALVES = [torch.float16, torch.bfloat16]
@@ -111,7 +112,7 @@ def test_a_flag_skips_and_a_scale_divides_as_for_adam(dtype: torch.dtype, kind: 
             optimizer.found_inf = torch.full((), float(step == 2))
             optimizer.grad_scale = torch.full((), 8.0)
             optimizer.step()
-            optimizer.settle()
+            optimizer.read_outcome()
         assert same(ours, theirs) and states_are_same(offloaded, adam)
     assert {state["step"] for state in offloaded.state.values()} == {4}
 
@@ -244,7 +245,7 @@ def test_on_the_cpu_states_are_those_of_adam_and_no_thread_is_asked(monkeypatch:
     def refuse(work: Any) -> Any:
         raise AssertionError("there is nothing to do for a thread")
 
-    monkeypatch.setattr(host_worker, "submit", refuse)
+    monkeypatch.setattr(worker, "submit", refuse)
     params = parameters(torch.bfloat16)
     optimizer = create("adam_offload", params, lr=0.1)
     give_gradients(params, 0)
@@ -275,14 +276,14 @@ def test_deltas_count_half_parameters_of_the_last_step_only(kind: Any) -> None:
 
 def test_the_worker_is_one_thread_that_uses_the_threads_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setattr(host_worker, "_executors", [])
-    monkeypatch.setenv(host_worker.VARIABLE, "3")
-    assert host_worker.submit(torch.get_num_threads).result() == 3
-    names = {host_worker.submit(lambda: threading.current_thread().name).result() for _ in range(3)}
+    monkeypatch.setattr(worker, "_executors", [])
+    monkeypatch.setenv(worker.VARIABLE, "3")
+    assert worker.submit(torch.get_num_threads).result() == 3
+    names = {worker.submit(lambda: threading.current_thread().name).result() for _ in range(3)}
     assert len(names) == 1
     assert torch.get_num_threads() == before
-    monkeypatch.delenv(host_worker.VARIABLE)
-    assert host_worker.number_of_threads() >= 1
+    monkeypatch.delenv(worker.VARIABLE)
+    assert worker.number_of_threads() >= 1
 
 
 def test_host_memory_of_a_device_is_locked_to_the_byte_and_outlives_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,8 +309,8 @@ def test_host_memory_of_a_device_is_locked_to_the_byte_and_outlives_its_lock(mon
 def test_a_number_of_threads_that_is_none_is_an_error_that_says_so_and_nobody_waits_for_ever(
     monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    monkeypatch.setattr(host_worker, "_executors", [])
-    monkeypatch.setenv(host_worker.VARIABLE, given)
+    monkeypatch.setattr(worker, "_executors", [])
+    monkeypatch.setenv(worker.VARIABLE, given)
     params = parameters()
     optimizer = Offload(params)
     give_gradients(params, 0)

@@ -225,6 +225,111 @@ def test_a_function_has_the_last_word_as_if_applied_after_construction() -> None
         torch.testing.assert_close(result, dict(model.state_dict()), rtol=0, atol=0)
 
 
+class Scaled(Model):
+    """As older GPT-2 models: what matters is drawn again in a loop over the names inside, of one module and of all."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.1)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+        for name, parameter in module.named_parameters():
+            if name.endswith("down.weight"):
+                parameter.data.normal_(std=0.01)
+
+
+def scaled() -> Any:
+    with torch.device("meta"):
+        model = Scaled(ties=False)
+    torch.manual_seed(4)
+    return dict(BMTrainModelWrapper(model).state_dict()), torch.rand(2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_init_weights_may_reach_into_blocks_by_name(world_size: int) -> None:
+    model = Scaled(ties=False)
+    torch.manual_seed(4)
+    model.apply(model._init_weights)
+    expected = dict(model.state_dict()), torch.rand(2)
+    for result in run_ranks(scaled, world_size):
+        for state in (result[0], expected[0]):  # apply() draws the tied weight twice and keeps the second
+            state.pop("embedding.weight", None), state.pop("head.weight", None)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def all_at_once(module: nn.Module) -> None:
+    if isinstance(module, Model):
+        for parameter in list(module.parameters()):
+            nn.init.uniform_(parameter)
+
+
+def all_data_at_once(module: nn.Module) -> None:
+    if isinstance(module, Model):
+        for data in [parameter.data for parameter in module.parameters()]:
+            data.uniform_()
+
+
+def copied_outside(module: nn.Module) -> None:
+    """Initialise one parameter outside of blocks from another one: both are whole."""
+    if isinstance(module, Model):
+        module.norm.weight.copy_(module.embedding.weight.mean(0))
+
+
+def several_blocks() -> list[Any]:
+    found: list[Any] = []
+    for function in (all_at_once, all_data_at_once):
+        with torch.device("meta"):
+            model = Model()
+        with pytest.raises(ConfigError) as caught:
+            BMTrainModelWrapper(model, init=function)
+        found.append(str(caught.value))
+        assert all(p.dim() == 1 for p in model.parameters())
+    with torch.device("meta"):
+        model = BMTrainModelWrapper(Model(), init=copied_outside)
+    return [*found, model.norm.weight, model.embedding.weight.mean(0)]
+
+
+def test_a_write_to_a_block_that_is_not_whole_any_more_raises() -> None:
+    for whole, data, norm, mean in run_ranks(several_blocks, 2):
+        assert whole.startswith(
+            "Initialisation wrote to a parameter, by DistributedModule[Model], when it was not whole."
+        )
+        assert data.startswith("Initialisation wrote to layers.0.norm.weight, layers.0.norm.bias, ")
+        torch.testing.assert_close(norm, mean)
+
+
+class Unlucky(nn.Module):
+    """Fails at first."""
+
+    failures = 1
+
+    def reset_parameters(self) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ValueError("no luck")
+        self.factor.fill_(2.0)
+
+
+def tried_again() -> Any:
+    with torch.device("meta"):
+        inner = nn.Sequential(nn.Linear(4, 3), Unlucky())
+        inner[1].register_buffer("factor", torch.empty(2))
+        block = Block(inner)
+    with pytest.raises(ValueError, match="no luck"):
+        init_parameters(block)
+    torch.manual_seed(9)
+    init_parameters(block)
+    return dict(block.state_dict())
+
+
+def test_what_a_failing_initialisation_had_drawn_is_drawn_again() -> None:
+    torch.manual_seed(9)
+    expected = {f"0.{name}": value for name, value in nn.Linear(4, 3).state_dict().items()}
+    for result in run_ranks(tried_again, 2):
+        assert result.pop("1.factor").tolist() == [2.0, 2.0]
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
 class Lost(nn.Module):
     """What __init__ computes is lost on the meta device, and nothing here computes it again."""
 

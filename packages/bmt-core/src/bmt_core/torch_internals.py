@@ -53,6 +53,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def memory_states(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
+    """Return, for each tensor, its version and where it lies: equal as long as nobody wrote to it or put another in its place."""
+    return [None if t is None else (t._version, int(t.storage_offset()), t.untyped_storage()._cdata) for t in tensors]
+
+
 def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether somebody registered a hook on the gradient of any of ``tensors``."""
     return True in [bool(t._backward_hooks or t._post_accumulate_grad_hooks) for t in tensors]

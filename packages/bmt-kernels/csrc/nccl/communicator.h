@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -29,7 +30,11 @@ struct Part {
     int peer;
 };
 
-class Communicator {
+// [Note: who is inside NCCL] To abort a communicator frees its memory, which a thread that is inside of NCCL with it reads on. NCCL
+// connects to peers when a call first needs them, and looks for a peer that has died for a minute, between naps. So a call that may
+// connect runs in a thread of its own, which the caller leaves behind when the run fails; and whoever is inside aborts the
+// communicator when it comes out. Which calls may connect follows from their signature: NCCL goes the same ways for equal ones.
+class Communicator : public std::enable_shared_from_this<Communicator> {
    public:
     // Returns when all members have joined. `ranks` are their ranks in the world, this process is ranks[rank].
     Communicator(std::shared_ptr<Core> core, const UniqueId& id, std::vector<int> ranks, int rank);
@@ -49,6 +54,7 @@ class Communicator {
     // What has gone wrong by now; empty if nothing has.
     std::string examine();
     bool is_idle();
+    // Leaves it to whoever is inside NCCL, unless the device hangs.
     void abort();
     // Gives everything back in an orderly way. Nothing may be under way.
     void finish();
@@ -60,16 +66,24 @@ class Communicator {
         Clock::time_point issued;
     };
 
+    using Signature = std::vector<std::size_t>;
+
     template <class Enqueue>
-    void issue(const Call& call, std::uintptr_t stream, const Enqueue& enqueue);
-    // NCCL connects to peers when they are first needed, and blocks meanwhile: `starting_` tells the watcher.
+    void issue(const Call& call, Signature signature, std::uintptr_t stream, const Enqueue& enqueue);
+    // The next two return what went wrong; empty if nothing did.
+    template <class Enqueue>
+    std::string run(const Call& call, Stream stream, const Enqueue& enqueue);
+    template <class Enqueue>
+    std::string run_inside(const Call& call, Stream stream, const Enqueue& enqueue);
+    // `starting_` tells the watcher of a call that blocks.
     void is_starting(const Call& call);
     void has_started();
-    void track(const Call& call, Stream stream);
+    std::string track(const Call& call, Stream stream);
+    bool is_captured(Stream stream) const;
+    std::string reported(int status) const;
     // From then on this communicator is closed, for everybody.
     Comm taken();
     void forget_events();
-    void fail_unless_done(int status, const Call& call);
     std::string described(const Call& call) const;
     std::string where() const;
     std::string late(const char* what) const;
@@ -78,7 +92,10 @@ class Communicator {
     const std::shared_ptr<Core> core_;
     const std::vector<int> ranks_;
     const int rank_;
-    std::timed_mutex mutex_;  // of whoever is inside NCCL
+    std::mutex turn_;  // of whoever issues a call
+    std::set<Signature> known_;
+    std::timed_mutex mutex_;            // of whoever is inside NCCL
+    std::atomic<bool> is_left_{false};  // whether to abort is left to whoever is inside NCCL
     std::atomic<Comm> comm_{nullptr};
     std::mutex life_mutex_;  // of whoever asks it from outside: nobody gives it back meanwhile
     std::mutex pending_mutex_;

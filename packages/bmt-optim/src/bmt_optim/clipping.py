@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from bmt_core.params.parameter import DistributedParameter
-from bmt_optim.run import kernels_for, world
+from bmt_optim.current_run import kernels_for, replicas, world
 
 
 def clip(
@@ -26,7 +25,7 @@ def clip(
     gradients become NaN: multiplying them by 0 would pass for a step. They are multiplied inside ``scaling(factor)``.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    weights = [1.0 / _replicas(parameter) for parameter in parameters if parameter.grad is not None]
+    weights = [1.0 / replicas(parameter) for parameter in parameters if parameter.grad is not None]
     kernels = kernels_for(grads, device)
     norm = _over_all_ranks(kernels.powers_sum(grads, p, weights, device), p)
     factor = (max_norm / (norm + eps)).clamp(max=1.0)
@@ -44,8 +43,3 @@ def _over_all_ranks(local: torch.Tensor, p: float) -> torch.Tensor:
         return largest
     world().all_reduce(local).wait()
     return local.pow(1.0 / p)
-
-
-def _replicas(parameter: torch.nn.Parameter) -> int:
-    # An ordinary parameter is whole on every rank, with the same gradient: it has been summed before.
-    return parameter.replicas if isinstance(parameter, DistributedParameter) else world().size

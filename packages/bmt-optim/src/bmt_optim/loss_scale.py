@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -57,22 +58,24 @@ class LossScale:
         return {
             "loss_scale": 1 if self.value is None else self.value,
             "loss_scale_enabled": self.value is not None,
-            "loss_scale_factor": self.factor,
-            "loss_scale_steps": self.steps,
-            "min_loss_scale": self.minimum,
-            "max_loss_scale": self.maximum,
             "steps_since_last_scale": self.steps_since_last_scale,
+            **{key: getattr(self, name) for key, name in _SETTINGS.items()},
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state; what BMTrain's states lack stays as it is."""
-        enabled = state_dict["loss_scale_enabled"]
-        loaded = LossScale(
-            value=state_dict["loss_scale"] if enabled else None,
-            factor=state_dict.get("loss_scale_factor", self.factor),
-            steps=state_dict.get("loss_scale_steps", self.steps),
-            minimum=state_dict.get("min_loss_scale", self.minimum),
-            maximum=state_dict.get("max_loss_scale", self.maximum),
+        loaded = replace(
+            self,
+            value=state_dict["loss_scale"] if state_dict["loss_scale_enabled"] else None,
             steps_since_last_scale=state_dict.get("steps_since_last_scale", 0),
+            **{name: state_dict[key] for key, name in _SETTINGS.items() if key in state_dict},
         )
-        self.__dict__.update(loaded.__dict__)
+        self.__dict__.update(vars(loaded))
+
+
+_SETTINGS = {
+    "loss_scale_factor": "factor",
+    "loss_scale_steps": "steps",
+    "min_loss_scale": "minimum",
+    "max_loss_scale": "maximum",
+}

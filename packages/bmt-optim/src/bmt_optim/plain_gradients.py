@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -12,11 +13,11 @@ from bmt_core.params.parameter import DistributedParameter
 # Elements per all-reduce: bounds the flat copy to 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24
 
-_FRESH, _SUMMED, _SPARSE = range(3)
+_LOCAL, _SUMMED, _SPARSE = range(3)
 
 
 class PlainGradients:
-    """Sums the local gradients of parameters that are not :class:`DistributedParameter`, and remembers which are done.
+    """Sums the local gradients of parameters that are not :class:`DistributedParameter`, and remembers which are summed.
 
     An ordinary parameter gets the gradient that a distributed one in its place would get: the sum over all ranks, formed in
     float32 for half types. Where one rank has no gradient and another has, the first one contributes zero, so that either all
@@ -24,7 +25,7 @@ class PlainGradients:
     """
 
     def __init__(self) -> None:
-        # The gradients themselves, not only their owners: a gradient that was replaced since is fresh again.
+        # The gradients themselves, because a gradient that was assigned since is local again.
         self._summed: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def forget(self) -> None:
@@ -33,57 +34,54 @@ class PlainGradients:
 
     @torch.no_grad()
     def sum(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
-        """Sum the gradients of ``parameters`` over ``group`` unless that is done. Collective when there are any."""
+        """Sum those gradients of ``parameters`` over ``group`` that are not summed. Collective if any parameter is ordinary."""
         plain = [p for p in parameters if not isinstance(p, DistributedParameter)]
         if group.size == 1 or not plain:
             return
-        fresh = self._agree(plain, group)
-        for bucket in _buckets(fresh):
+        is_local = self._local_on_any_rank(plain, group)
+        unsummed = [p for p, summand in zip(plain, is_local, strict=True) if summand]
+        for bucket in _buckets(unsummed):
             _sum_bucket(bucket, group)
-        for p in fresh:
+        for p in unsummed:
             assert p.grad is not None
             self._summed[p] = p.grad
 
-    def _agree(self, plain: Sequence[torch.nn.Parameter], group: Group) -> list[torch.nn.Parameter]:
-        """Return those that have a local gradient on any rank. The table lives on the host, so that no device has to wait."""
+    def _local_on_any_rank(self, plain: Sequence[torch.nn.Parameter], group: Group) -> list[int]:
+        # The table lives on the host, so that no device has to wait.
         table = torch.zeros(3, len(plain), dtype=torch.uint8)
-        for row, column in self._places(plain):
-            table[row, column] = 1
+        for column, p in enumerate(plain):
+            if p.grad is not None:
+                table[_SPARSE, column] = p.grad.is_sparse
+                table[_SUMMED if self._summed.get(p) is p.grad else _LOCAL, column] = 1
         group.all_reduce(table, "max").wait()
         if table[_SPARSE].any():
+            position = int(table[_SPARSE].argmax())
             raise TypeError(
-                f"Parameter {int(table[_SPARSE].argmax())} has a sparse gradient on some rank. Make it dense."
+                f"Parameter {position}, of shape {tuple(plain[position].shape)}, has a sparse gradient on some rank."
+                " Make it dense: sparse=False in the embedding."
             )
-        torn = table[_FRESH] & table[_SUMMED]
+        torn = table[_LOCAL] & table[_SUMMED]
         if torn.any():
+            position = int(torn.argmax())
             raise RuntimeError(
-                f"The gradient of parameter {int(torn.argmax())}, of shape {tuple(plain[int(torn.argmax())].shape)}, was"
-                " replaced between clip_grad_norm() and step() on some ranks and not on others."
+                f"The gradient of parameter {position}, of shape {tuple(plain[position].shape)}, was replaced between"
+                " clip_grad_norm() and step() on some ranks and not on others. Do it on every rank."
             )
-        return [p for p, has_gradient in zip(plain, table[_FRESH].tolist(), strict=True) if has_gradient]
-
-    def _places(self, plain: Sequence[torch.nn.Parameter]) -> Iterator[tuple[int, int]]:
-        for column, p in enumerate(plain):
-            if p.grad is None:
-                continue
-            if p.grad.is_sparse:
-                yield _SPARSE, column
-            yield _SUMMED if self._summed.get(p) is p.grad else _FRESH, column
+        found: list[int] = table[_LOCAL].tolist()
+        return found
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
+    """Yield ``parameters`` by device and dtype, of at most ``MAX_ELEMENTS`` elements at a time if they are several."""
+    filling: dict[Any, tuple[list[torch.nn.Parameter], int]] = {}
     for p in parameters:
-        groups.setdefault((p.device, p.dtype), []).append(p)
-    for members in groups.values():
-        bucket: list[torch.nn.Parameter] = []
-        elements = 0
-        for p in members:
-            if bucket and elements + p.numel() > MAX_ELEMENTS:
-                yield bucket
-                bucket, elements = [], 0
-            bucket.append(p)
-            elements += p.numel()
+        bucket, elements = filling.get((p.device, p.dtype), ([], 0))
+        if bucket and elements + p.numel() > MAX_ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(p)
+        filling[p.device, p.dtype] = bucket, elements + p.numel()
+    for bucket, _ in filling.values():
         yield bucket
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_optim.adam import AdamOptimizer
-from bmt_optim.offload import AdamOffloadOptimizer
+from bmt_optim.adam.optimizer import AdamOptimizer
+from bmt_optim.offload.optimizer import AdamOffloadOptimizer
 
 
 @hookimpl

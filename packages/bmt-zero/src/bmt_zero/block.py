@@ -21,7 +21,7 @@ from bmt_core.modules.distributed_module import (
     whole_value,
 )
 from bmt_core.modules.outermost_call import forward_scope
-from bmt_core.params.uninitialized import is_watched, place_buffers, require_values, watch_for_values
+from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
@@ -54,7 +54,7 @@ class Block(nn.Module):
     Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
     """
 
-    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.init.module_init
+    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.init.whole_parameters
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):
@@ -91,9 +91,9 @@ class Block(nn.Module):
             reduce_dtype=check_reduce_dtype(reduce_dtype or current().settings.reduce_dtype),
             compile=compile,
         )
-        place_buffers(self.modules(), current().device)
+        materialize_buffers(self.modules(), current().device)
         self._bmt_block.block.refresh(self)
-        watch_for_values(self)
+        check_values_at_first_call(self)
         for parameter in self._bmt_block.block.parameters():
             parameter._initialized = initialized
 
@@ -103,8 +103,7 @@ class Block(nn.Module):
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
-        if is_watched(self):
-            require_values(self)
+        require_values(self)
         with forward_scope(self):
             return engine.run(self, super().__call__, args, kwargs)
 
@@ -164,6 +163,7 @@ class Block(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Whole tensors by the inner module's names. Collective."""
+        self._bmt_block.block.run.end_failed_passes()
         slots = self._bmt_block.block.slots
         slots.show_parameters()
         result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)

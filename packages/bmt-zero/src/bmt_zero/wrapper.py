@@ -8,13 +8,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from bmt_core.init.module_init import ModuleInit, initialize_blanks, make_unsaved_buffers
+from bmt_core.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
 from bmt_core.modules.distributed_module import DistributedModule, extend, refuse_writing_forward
 from bmt_core.params.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
-from bmt_core.params.uninitialized import place_buffers, watch_for_values
+from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers
 from bmt_core.run.runtime import current
 from bmt_zero.block import Block
 from bmt_zero.hugging_face import without_cache_in_recomputation
+from bmt_zero.schedule.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -33,7 +34,9 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
     """
     refuse_writing_forward(model)
-    place_buffers(model.modules(), current().device)  # all at once: those that several modules hold stay one tensor
+    zero_run()  # which gathers parameters outside of Blocks together
+    # All at once: buffers that several modules hold stay one tensor.
+    materialize_buffers(model.modules(), current().device)
     blocks = list(_outermost_list_members(model))
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):
@@ -48,10 +51,10 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
             extend(module, DistributedModule)
         without_cache_in_recomputation(module)
     if init is False:
-        make_unsaved_buffers(model)
-        watch_for_values(model)
+        initialize_unsaved_buffers(model)
+        check_values_at_first_call(model)
     else:
-        initialize_blanks(model, None if init is True else init)
+        initialize_modules(model, None if init is True else init)
     return model
 
 

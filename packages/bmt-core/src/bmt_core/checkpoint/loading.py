@@ -20,7 +20,7 @@ from bmt_core.checkpoint.torch_file import packed, unpacked
 from bmt_core.comm.objects import all_gather_object, broadcast_object, together
 from bmt_core.comm.protocols import Group
 from bmt_core.params.own_parameters import group_of_owners, in_one_order
-from bmt_core.params.uninitialized import off_meta
+from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
 
 
@@ -35,7 +35,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *,
     With ``strict`` False keys that only the file or only the model has are left out, as torch does. Returns torch's
     named tuple ``(missing_keys, unexpected_keys)``.
     """
-    with off_meta():
+    with off_meta_device():
         return _load(model, Path(path), strict, format)
 
 

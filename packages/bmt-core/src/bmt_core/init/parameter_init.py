@@ -1,4 +1,4 @@
-"""Initialisation that does not depend on the number of ranks."""
+"""``init_parameters``: initial values that do not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
-from bmt_core.init.module_init import ModuleInit, initialize_blanks, initializing, run_init_method
+from bmt_core.init.module_init import ModuleInit, initialize_modules, initializing, run_init_method
 from bmt_core.params.own_parameters import group_of_owners, in_one_order
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
@@ -45,11 +45,11 @@ def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None
 
     What was made on the meta device and has no ``init_method`` is then initialised by its modules, children first,
     with one block whole at a time: by ``init(module)``, by the ``_init_weights(module)`` of a module around, or by
-    ``reset_parameters()``; see :func:`bmt_core.init.module_init.initialize_blanks`.
+    ``reset_parameters()``; see :func:`bmt_core.init.module_init.initialize_modules`.
     """
     with initializing():
         _run_init_methods(model)
-    initialize_blanks(model, init)
+    initialize_modules(model, init)
 
 
 def _run_init_methods(model: nn.Module) -> None:

@@ -1,161 +1,215 @@
-"""``WholeParameters``: distributed parameters that are whole while code that initialises them runs.
+"""``WholeParameters``: distributed parameters that are whole while the code of modules initialises them.
 
-[Note: whole while it is written] Code that initialises (``reset_parameters``, ``_init_weights``, a function of the user's)
-expects whole parameters and reaches them in any way: as attributes, by ``parameters()``, through ``.data``, one module
-on behalf of another. So nothing is put in their place beforehand. While such code runs, a mode sees the arguments of
-every torch function, and a distributed parameter among them becomes whole there and then: the same object, with a whole
-tensor for its data. What has no values starts as NaN, which tells later what was written; what has some is gathered, as
-code may read it. When it is released it has its part again, with this rank's share of what was written. Every rank draws
-all numbers; nothing is communicated, unless something is touched that was released before.
+[Note: whole while initialised] ``reset_parameters()``, ``_init_weights()`` and functions of the user's write to whole
+parameters, and not only to those of one module: a model may draw all of its layers anew. So while a model is initialised,
+its modules hold their parameters in dictionaries that make a parameter whole when it is read. It stays the same object,
+and its data becomes a whole tensor: of NaN, which shows later what was written, or of its values, gathered, if it has
+some. At the end of the Block, or when others need the memory, this rank copies its part of what was written.
+
+A parameter that is not whole has a placeholder as its data: one element, expanded to the whole shape. Code that has kept
+a reference and writes to it now gets an error: torch raises, or the parameter's version has moved.
+
+Every rank draws all numbers. Nothing is communicated, except for values that are read again after their Block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections import UserDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.own_parameters import own_axes
 from bmt_core.params.parameter import DistributedParameter, lend_data
-from bmt_core.params.uninitialized import has_values, is_poisoned, knows_nan, mark_blank, poison
+from bmt_core.params.uninitialized import can_hold_nan, fill_with_nan, has_nan, has_values, mark_uninitialized
 
 
-class _Whole(NamedTuple):
-    parameter: DistributedParameter
+@dataclass(slots=True)
+class _State:
+    name: str
     part: torch.Tensor
-    is_kept: bool  # whether what is written to it is
-    had_values: bool
-    version: int  # before anything was written
+    is_target: bool
+    has_values: bool  # the part, or what is whole at the moment
+    version: int = 0  # of the parameter, when it was given its present data
 
 
-class WholeParameters(TorchFunctionMode):
-    """Lets code that runs while this mode is entered write to ``targets`` as whole tensors.
+class WholeParameters:
+    """Inside ``with``, distributed parameters of ``model`` become whole when code run by :meth:`call` reads them.
 
-    Other parameters become whole too, and stay what they are. At most ``budget`` bytes are whole at a time, or one
-    parameter that is larger.
+    ``targets``, which have no values, keep what is written to them. All others can be read, and stay as they are. Whole
+    at a time is at most what a forward pass makes whole: one Block, or all parameters outside of Blocks.
     """
 
-    def __init__(self, targets: Iterable[DistributedParameter], *, budget: int) -> None:
-        super().__init__()
-        self._targets = {id(parameter) for parameter in targets}
-        self._budget = budget
-        self._filled: set[int] = set()
-        self._written: set[int] = set()
-        self._settled: set[int] = set()
-        self._held: dict[int, _Whole] = {}
-        self._piece: torch.Tensor | None = None
+    def __init__(self, model: nn.Module, targets: Iterable[DistributedParameter]) -> None:
+        wanted = set(targets)
+        self._states = {
+            parameter: _State(name, parameter.data, parameter in wanted, has_values(parameter))
+            for name, parameter in model.named_parameters()
+            if isinstance(parameter, DistributedParameter)
+        }
+        self._own: dict[nn.Module, list[Any]] = {
+            m: [p for p in m._parameters.values() if p in self._states] for m in model.modules()
+        }
+        self._budget = _largest_unit(model)
+        self._whole: dict[Any, _State] = {}  # the oldest first
+        self._settled: set[Any] = set()  # what the call under way cannot change
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, DistributedParameter) and id(value) not in self._held:
-                self._hold(value)
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> WholeParameters:
+        for module in self._own:
+            module.__dict__["_parameters"] = _ReadWhole(module, self._read)
+        for parameter, state in self._states.items():
+            _lend_placeholder(parameter, state)
+        return self
 
-    def begin_visit(self) -> None:
-        """The next module's turn: nothing is written yet."""
-        self._written = set()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for module in self._own:
+            module.__dict__["_parameters"] = module.__dict__["_parameters"].data
+        lost = [state.name for p, state in self._states.items() if p not in self._whole and p._version != state.version]
+        for parameter, state in self._states.items():
+            lend_data(parameter, state.part)
+            if not state.has_values or (state.is_target and parameter in self._whole):  # whole: after an error
+                mark_uninitialized(parameter)  # again, as its version has moved
+        if lost and error is None:
+            raise _not_whole(", ".join(lost))
 
-    def begin_call(self, module: nn.Module) -> None:
-        """``module`` is to be initialised: what its own parameters have got before, by whomever, they keep."""
-        self._settled = {id(p) for p in module._parameters.values() if p is not None and id(p) in self._filled}
-        for key in self._settled & self._held.keys():
-            self._release(key)
+    def call(self, init: Callable[[nn.Module], Any], module: nn.Module) -> set[Any]:
+        """Call ``init(module)``, and return the targets among the parameters of ``module`` itself that it did not write.
 
-    def end_call(self) -> None:
-        """See what was written."""
-        for key, held in self._held.items():
-            self._look(key, held)
-        for key in self._settled & self._held.keys():
-            self._release(key)
+        Those that have values by now, from whomever, keep them.
+        """
+        own = self._own[module]
+        settled = {parameter for parameter in own if self._has_values(parameter)}
+        self.shard(settled)
+        self._settled = settled
+        try:
+            init(module)
+        except RuntimeError as error:
+            if _WRITE_TO_EXPANDED in str(error):
+                raise _not_whole(f"a parameter, by {type(module).__name__},") from error
+            raise
+        written = {p for p in own if (self._is_written(p) if p in settled else self._has_values(p))}
+        self.shard(settled)
         self._settled = set()
+        return {parameter for parameter in own if self._states[parameter].is_target} - written
 
-    def lacks_values(self, module: nn.Module) -> bool:
-        """Whether a parameter of ``module`` itself was not written in this visit."""
-        return any(id(p) in self._targets and id(p) not in self._written for p in module._parameters.values())
+    def shard(self, parameters: Iterable[Any] | None = None) -> None:
+        """Keep this rank's part of what was written to ``parameters`` (default: all), and free the memory of the whole."""
+        for parameter in [p for p in (self._whole if parameters is None else parameters) if p in self._whole]:
+            state = self._whole[parameter]
+            if state.is_target and self._has_values(parameter) and parameter not in self._settled:
+                state.part.copy_(parameter.local_part(parameter.detach()))
+            del self._whole[parameter]
+            _lend_placeholder(parameter, state)
 
-    def release_all(self) -> None:
-        """Give every parameter its part again."""
-        while self._held:
-            self._release(next(iter(self._held)))
-
-    def _hold(self, parameter: DistributedParameter) -> None:
-        key = id(parameter)
-        is_kept = key in self._targets and key not in self._settled
-        if is_kept and parameter.whole_shape != parameter.full_shape:
+    def _read(self, parameter: nn.Parameter | None) -> None:
+        """Make ``parameter`` whole, if it is distributed. Collective if it has values."""
+        if not isinstance(parameter, DistributedParameter) or parameter in self._whole:
+            return
+        state = self._states[parameter]
+        if parameter._version != state.version:
+            raise _not_whole(state.name)
+        if state.is_target and parameter.whole_shape != parameter.full_shape:
             raise ConfigError(
-                f"A parameter of shape {tuple(parameter.full_shape)} is a slice of one of shape {tuple(parameter.whole_shape)},"
-                " and a module that initialises it would draw the same slice on every rank. Give it an init_method."
+                f"{state.name} is a slice, of shape {tuple(parameter.full_shape)}, of a tensor of shape"
+                f" {tuple(parameter.whole_shape)}, and a module that initialises it would draw the same slice on every rank."
+                " Give it an init_method."
             )
-        if is_kept and own_axes([parameter]):
+        if state.is_target and own_axes([parameter]):
             raise ConfigError(
-                f"A parameter of shape {tuple(parameter.full_shape)} is one of this rank's own layers, and a module that"
-                " initialises it would draw the same numbers as the others' layers. Give it an init_method."
+                f"{state.name} is in one of this rank's own layers, and a module that initialises it would draw the same"
+                " numbers as the layers of others. Give it an init_method."
             )
-        while self._held and sum(_bytes(held) for held in self._held.values()) + whole_bytes(parameter) > self._budget:
-            self._release(next(iter(self._held)))
-        part = parameter.data
+        while self._whole and sum(map(_bytes, [parameter, *self._whole])) > self._budget:
+            self.shard([next(iter(self._whole))])
         whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
-        had_values = has_values(
-            parameter
-        )  # the same on every rank: see [Note: blanks] in bmt_core.params.uninitialized
-        if had_values:
-            self._gather(parameter, whole)
+        if state.has_values:  # on every rank or on none: see [Note: uninitialized tensors]
+            _gather(parameter, state.part, whole)
         else:
-            poison(whole)
+            fill_with_nan(whole)
         lend_data(parameter, whole)
-        self._held[key] = _Whole(parameter, part, is_kept, had_values, parameter._version)
+        state.version = parameter._version
+        self._whole[parameter] = state
 
-    def _gather(self, parameter: DistributedParameter, whole: torch.Tensor) -> None:
-        # Every element is zero on all ranks but one. gather_like() would need memory for many parts beside the whole; and
-        # a communicator may hold what it is given for a moment after its work, so it gets small pieces, in one buffer.
-        parameter.local_part(whole.zero_()).copy_(parameter.detach())
-        if parameter._shard.replicated or parameter.group.size == 1:
-            return
-        if self._piece is None:
-            length = min(_LONGEST_PIECE, max(_SHORTEST_PIECE, self._budget // 16)) // 16 * 16
-            self._piece = torch.empty(length, dtype=torch.uint8, device=whole.device)
-        buffer = self._piece.view(whole.dtype)
-        for piece in torch.split(whole.view(-1), len(buffer)):
-            summed = buffer[: len(piece)].copy_(piece)
-            parameter.group.all_reduce(summed).wait()
-            piece.copy_(summed)
+    def _has_values(self, parameter: DistributedParameter) -> bool:
+        state = self._states[parameter]
+        if state.is_target and not state.has_values:
+            state.has_values = self._is_written(parameter)
+        return state.has_values
 
-    def _release(self, key: int) -> None:
-        held = self._held.pop(key)
-        self._look(key, held)
-        whole = held.parameter.detach()
-        lend_data(held.parameter, held.part)
-        if held.is_kept and key in self._filled:
-            held.part.copy_(held.parameter.local_part(whole))
-        elif not held.had_values:
-            mark_blank(held.parameter)  # again, as its version has moved
-
-    def _look(self, key: int, held: _Whole) -> None:
-        if held.is_kept and key in self._filled:
-            return
-        parameter = held.parameter
-        if held.had_values or not knows_nan(parameter):
-            is_written = parameter._version != held.version
-        else:
-            is_written = not is_poisoned(parameter)
-        if is_written:
-            self._written.add(key)
-            if held.is_kept:
-                self._filled.add(key)
+    def _is_written(self, parameter: DistributedParameter) -> bool:
+        state = self._whole.get(parameter)
+        if state is None:
+            return False
+        if state.has_values or not can_hold_nan(parameter):
+            return parameter._version != state.version
+        return not has_nan(parameter)
 
 
-def whole_bytes(parameter: DistributedParameter) -> int:
-    """Bytes of the whole ``parameter``."""
+class _ReadWhole(UserDict[str, Any]):
+    """The parameters of ``module``. Each is passed to ``read`` when it is handed out: in a loop, one after the other."""
+
+    def __init__(self, module: nn.Module, read: Callable[[Any], None]) -> None:
+        self.data = module._parameters
+        self._owner = type(module).__name__
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self._read(self.data[name])
+        return self.data[name]
+
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        if parameter is not self.data.get(name):
+            raise ConfigError(
+                f"The initialisation of {self._owner} gave it other parameters than it had, which would not be sharded."
+                f" Write to the parameters that are there: torch.nn.init.normal_(self.{name}), say."
+            )
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether the parameters of ``module``, at any depth, are sharded and gathered as one unit."""
+    return bool(getattr(type(module), "_bmt_shards_as_one", False))
+
+
+def _largest_unit(model: nn.Module) -> int:
+    """Bytes of the largest Block, or of all parameters outside of Blocks if that is more."""
+    blocks = [set(module.parameters()) for module in model.modules() if is_block(module)]
+    outside = set(model.parameters()).difference(*blocks)
+    return max(sum(_bytes(p) for p in unit if isinstance(p, DistributedParameter)) for unit in [outside, *blocks])
+
+
+def _bytes(parameter: DistributedParameter) -> int:
     return parameter.full_shape.numel() * parameter.dtype.itemsize
 
 
-def _bytes(held: _Whole) -> int:
-    return whole_bytes(held.parameter)
+def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Tensor) -> None:
+    # Every byte is zero on all ranks but one. gather_like() would need memory for many parts beside the whole; and a
+    # communicator may hold what it is given for a moment after its work, so it gets small pieces, in one buffer.
+    parameter.local_part(whole.zero_()).copy_(part)
+    if not parameter.is_sharded:
+        return
+    everything = whole.view(-1).view(torch.uint8)
+    buffer = torch.empty_like(everything[: min(2**24, max(2**8, len(everything) // 16))])
+    for piece in torch.split(everything, len(buffer)):
+        summed = buffer[: len(piece)].copy_(piece)
+        parameter.group.all_reduce(summed).wait()
+        piece.copy_(summed)
 
 
-_SHORTEST_PIECE, _LONGEST_PIECE = 2**8, 2**24  # bytes
+def _lend_placeholder(parameter: DistributedParameter, state: _State) -> None:
+    element = fill_with_nan(torch.empty((), dtype=parameter.dtype, device=parameter.device))
+    lend_data(parameter, element.expand(parameter.full_shape))
+    state.version = parameter._version
+
+
+def _not_whole(what: str) -> ConfigError:
+    return ConfigError(
+        f"Initialisation wrote to {what} when it was not whole. A parameter becomes whole when it is read from its module"
+        " (module.weight, model.parameters()), and stays so until other Blocks are read: read it again before you write to it."
+    )
+
+
+_WRITE_TO_EXPANDED = "more than one element of the written-to tensor refers to a single memory location"

@@ -10,7 +10,7 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.modules.outermost_call import forward_scope, gather_once, reading_parts
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.uninitialized import is_watched, require_values
+from bmt_core.params.uninitialized import require_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -33,8 +33,7 @@ class DistributedModule(nn.Module):
         return super().__getattr__(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_watched(self):
-            require_values(self)
+        require_values(self)
         with forward_scope(self):
             return super().__call__(*args, **kwargs)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bmt_core.run.lanes import Mark
-from bmt_core.torch_internals import backward_pass, storage_key
+from bmt_core.torch_internals import backward_pass, memory_states
 
 
 class GradientWitness:
@@ -36,15 +36,11 @@ class GradientWitness:
         # The storages are kept, so that no other gradient can have them while we compare; not the tensors, which
         # autograd could then not take over as they are and would have to copy.
         self._storages = [grad.untyped_storage() for grad in grads]
-        self._left = _states(grads)
+        self._left = memory_states(grads)
 
     def unchanged(self) -> bool:
         """Whether every gradient is still the memory that was left, unmodified."""
-        return self._left == _states([parameter.grad for parameter in self._parameters])
-
-
-def _states(grads: Sequence[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
-    return [None if g is None else (g._version, int(g.storage_offset()), storage_key(g)) for g in grads]
+        return self._left == memory_states([parameter.grad for parameter in self._parameters])
 
 
 class GradientSum:

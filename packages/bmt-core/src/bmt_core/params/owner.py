@@ -15,7 +15,7 @@ ReductionWatcher = Callable[[torch.Tensor, Mark], None]
 
 
 class ParameterOwner(Protocol):
-    """Keeps the parts of several parameters in one tensor (a Block's shard), and gathers and reduces them together.
+    """Keeps the parts of several parameters in one tensor, a Block's or those outside of Blocks, and gathers and reduces them.
 
     A parameter refers to its owner by ``owner_reference``; :func:`owner_of` returns the owner itself.
     """
@@ -38,6 +38,12 @@ class ParameterOwner(Protocol):
 
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
         """Call ``watcher(flat, done)`` once per backward pass, after the last reduction into ``flat`` was queued."""
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the outermost call under way.
+
+        Asked when a parameter outside of Blocks is read; after None it is gathered by itself. Not collective.
+        """
 
 
 OwnerReference = weakref.ref[ParameterOwner]

@@ -25,7 +25,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.shard import Shard, even_ranges
-from bmt_core.params.uninitialized import blank_whole, has_values, mark_blank
+from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
 from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
 from bmt_core.run.locality import Locality, check_locality
 from bmt_core.run.runtime import current
@@ -82,7 +82,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         self = torch.Tensor._make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
         self._set_place(shard, init_method, checked)
         if not has_values(data):
-            mark_blank(self)
+            mark_uninitialized(self)
         return self
 
     @property
@@ -109,6 +109,11 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         return local_axes_of(self.locality)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks of :attr:`group` are several and each keeps a part; ZeRO level 0 does not shard."""
+        return self.group.size > 1 and not self._shard.replicated
+
+    @property
     def replicas(self) -> int:
         """Number of ranks of the world that hold the same elements as this rank does.
 
@@ -124,7 +129,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         Collective.
         """
         if not has_values(self):
-            return blank_whole(self.full_shape, self.dtype)
+            return read_uninitialized(self.full_shape, self.dtype)
         if self._sum is not None:
             self._sum.forget_if_cleared()
         self._wait_for_updates()
@@ -281,9 +286,9 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     def _set_history(self, history: tuple[bool, bool, int | None, bool]) -> None:
         # Whether the values are final; whether several Blocks use it, and none may shard it with its own; which of its
         # Block's flat shards it lies in, so that laying out again changes no rank's part; whether it has no values.
-        self._initialized, self._shared, self._flat_index, is_blank = history
-        if is_blank:
-            mark_blank(self)
+        self._initialized, self._shared, self._flat_index, is_uninitialized = history
+        if is_uninitialized:
+            mark_uninitialized(self)
 
     def _gradient_sum(self) -> GradientSum:
         if self._sum is None:
@@ -298,8 +303,7 @@ def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
     Gradients are kept back between micro-batches; this matters for a block that took no part in the last one.
     """
     references = [p.owner_reference for p in parameters if isinstance(p, DistributedParameter)]
-    for reference in dict.fromkeys(references):
-        owner = None if reference is None else reference()
+    for owner in dict.fromkeys([reference() for reference in references if reference is not None]):
         if owner is not None:
             owner.reduce_held_back()
 
@@ -315,7 +319,7 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     So modules, ties and optimizers that hold it already go on holding the right thing. A parameter without values
     stays without.
     """
-    is_blank = not has_values(parameter)
+    is_uninitialized = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
         _check(parameter)
         if parameter.is_meta:
@@ -336,8 +340,8 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     result: DistributedParameter = made
     if result.grad is not None and result.grad.shape != part.shape:
         result.grad = None
-    if is_blank:
-        mark_blank(result)
+    if is_uninitialized:
+        mark_uninitialized(result)
     return result
 
 

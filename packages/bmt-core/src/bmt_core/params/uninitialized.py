@@ -1,60 +1,64 @@
-"""Blank tensors: parameters and buffers that have memory and no values yet, because they were made on the meta device.
+"""Parameters and buffers made on the meta device: they have memory, and no values until something initialises them.
 
-[Note: blanks] A blank is filled with NaN, so that what is forgotten shows in the first loss, and marked with its
-version, so that it is known before: whatever writes to it (initialisation, a checkpoint, the user) moves the version.
-Every rank writes alike, so every rank gives the same answer, also one whose part is empty; values would not do.
+[Note: uninitialized tensors] Such a tensor is filled with NaN, so that a forgotten one shows in the first loss, and
+remembers torch's count of the writes to it, ``_version``. It has values as soon as the count has moved. Every rank
+makes the same writes, so all ranks agree, also one whose part of a parameter is empty and has no values to look at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
 
-_MARK: Final = "_bmt_blank"
+# An attribute: of a tensor, its version when it was marked; of a module, that its first call checks it.
+_MARK: Final = "_bmt_uninitialized"
 
 
-def mark_blank(tensor: torch.Tensor) -> None:
-    """Say that ``tensor`` has no values, until something is written to it."""
+def mark_uninitialized(tensor: torch.Tensor) -> None:
+    """Fill ``tensor`` with NaN, and let :func:`has_values` be False until something is written to it."""
     with torch.no_grad():
-        poison(tensor)
+        fill_with_nan(tensor)
     setattr(tensor, _MARK, tensor._version)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether something was written to ``tensor`` since it was marked, if it was."""
+    """Whether ``tensor`` is on a device and was written to since it was marked as uninitialised, if it was."""
     if tensor.is_meta:
         return tensor.numel() == 0
     mark = getattr(tensor, _MARK, None)
-    return mark is None or mark != tensor._version
+    if mark is None or mark == tensor._version:
+        return mark is None
+    delattr(tensor, _MARK)  # a copy would take it along, and count its versions anew
+    return True
 
 
-def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill ``tensor`` with NaN, or with zero where its dtype has none that can be found again, and return it."""
-    return tensor.fill_(float("nan")) if knows_nan(tensor) else tensor.zero_()
+def fill_with_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill ``tensor`` with NaN, or with zero if :func:`can_hold_nan` is False, and return it."""
+    return tensor.fill_(float("nan")) if can_hold_nan(tensor) else tensor.zero_()
 
 
-def is_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether NaN is left in ``tensor``. Looks at values: waits for the device."""
-    if not knows_nan(tensor) or tensor.numel() == 0:
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Whether an element of ``tensor`` is NaN. Waits for the device."""
+    if not can_hold_nan(tensor) or tensor.numel() == 0:
         return False
-    # Both ends of the range are NaN if any element is; unlike isnan() this makes no tensor of the same size.
+    # The maximum is NaN if any element is; unlike isnan() this makes no tensor of the same size.
     return bool(torch.isnan(tensor).any() if tensor.is_complex() else tensor.amax().isnan())
 
 
-def knows_nan(tensor: torch.Tensor) -> bool:
-    """Whether :func:`is_poisoned` can tell for the dtype of ``tensor``."""
+def can_hold_nan(tensor: torch.Tensor) -> bool:
+    """Whether the dtype of ``tensor`` has a NaN that torch can compute with; float8 types do not."""
     return (tensor.is_floating_point() and tensor.dtype.itemsize > 1) or tensor.is_complex()
 
 
-def blank_whole(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole of a blank parameter: a meta tensor while a model is made on the meta device, else an error."""
-    if is_meta_default():
+def read_uninitialized(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return what reading an uninitialised parameter gives: a meta tensor under ``torch.device("meta")``, else raise."""
+    if _meta_is_default():
         return torch.empty(shape, dtype=dtype)
     raise ConfigError(
         f"A parameter of shape {tuple(shape)} has no values: it was made on the meta device."
@@ -62,76 +66,66 @@ def blank_whole(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-def is_meta_default() -> bool:
-    """Whether tensors are made on the meta device at the moment."""
-    return torch.get_default_device().type == "meta"
+def off_meta_device() -> AbstractContextManager[object]:
+    """Make tensors on the CPU inside, also if the caller is under ``torch.device("meta")``; another default stays."""
+    return torch.device("cpu") if _meta_is_default() else nullcontext()
 
 
-def off_meta() -> AbstractContextManager[object]:
-    """Inside, tensors are not made on the meta device because the user's code around makes its own there."""
-    return torch.device("cpu") if is_meta_default() else nullcontext()
+def materialize_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Move the buffers of ``modules`` themselves to ``device``. Those on the meta device get memory, and no values.
 
-
-def place_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move the buffers of ``modules`` to ``device``; those on the meta device get memory there, and stay blank."""
-    placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, whose id must not be used again
+    A buffer that several modules hold stays one tensor.
+    """
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                if id(buffer) not in placed:
-                    placed[id(buffer)] = buffer, _placed(buffer, device)
-                module._buffers[name] = placed[id(buffer)][1]
+                if buffer not in moved:
+                    moved[buffer] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                    if buffer.is_meta:
+                        mark_uninitialized(moved[buffer])
+                module._buffers[name] = moved[buffer]
 
 
-def settle_buffer(buffer: torch.Tensor) -> None:
-    """Decide by its values whether ``buffer``, which may have been written to in part, is still blank."""
-    if hasattr(buffer, _MARK) and knows_nan(buffer):
-        if is_poisoned(buffer):
-            setattr(buffer, _MARK, buffer._version)
-        else:
-            delattr(buffer, _MARK)
+def mark_if_nan_is_left(buffer: torch.Tensor) -> None:
+    """Mark ``buffer`` as uninitialised again if it was, and only a part of it was written to since."""
+    if hasattr(buffer, _MARK) and has_nan(buffer):
+        setattr(buffer, _MARK, buffer._version)
 
 
-def blank_parameters(module: nn.Module) -> list[str]:
-    """Names of the parameters that have no values."""
-    return [name for name, parameter in module.named_parameters() if not has_values(parameter)]
+def uninitialized_names(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters and of the buffers in ``module`` that have no values."""
+    parameters = [name for name, parameter in module.named_parameters() if not has_values(parameter)]
+    return parameters, [name for name, buffer in module.named_buffers() if not has_values(buffer)]
 
 
-def blank_buffers(module: nn.Module) -> list[str]:
-    """Names of the buffers that have no values."""
-    return [name for name, buffer in module.named_buffers() if not has_values(buffer)]
-
-
-def watch_for_values(module: nn.Module) -> None:
-    """Let :func:`require_values` look at ``module`` before it is called, if anything in it is blank now."""
-    if blank_parameters(module) or blank_buffers(module):
+def check_values_at_first_call(module: nn.Module) -> None:
+    """Let :func:`require_values` check ``module``, if anything in it has no values now."""
+    if any(uninitialized_names(module)):
         module.__dict__[_MARK] = True
 
 
 def require_values(module: nn.Module) -> None:
-    """Raise :class:`ConfigError` if something in ``module``, which :func:`watch_for_values` saw, has no values yet."""
-    parameters, buffers = blank_parameters(module), blank_buffers(module)
+    """Raise :class:`ConfigError` if :func:`check_values_at_first_call` asked for it and something still has no values."""
+    if _MARK not in module.__dict__:
+        return
+    parameters, buffers = uninitialized_names(module)
     if parameters or buffers:
         raise ConfigError(
-            f"{named(parameters, buffers)} of {type(module).__name__} have no values: they were made on the meta device."
+            f"{list_names(parameters, buffers)} of {type(module).__name__} have no values: they were made on the meta device."
             " Call init_parameters(model) or load a checkpoint before the model is used."
         )
     del module.__dict__[_MARK]
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether :func:`require_values` has yet to find ``module`` complete."""
-    return _MARK in module.__dict__
+def list_names(parameters: Sequence[str], buffers: Sequence[str]) -> str:
+    """Return the beginning of a sentence about parameters and buffers.
 
-
-def named(parameters: Sequence[str], buffers: Sequence[str]) -> str:
-    """Name parameters and buffers in a sentence.
-
-    >>> named(["a.weight", "a.bias"], ["b.mask"])
+    >>> list_names(["a.weight", "a.bias"], ["b.mask"])
     'Parameters a.weight, a.bias and buffers b.mask'
     """
     listed = [
-        f"{kind} {', '.join(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        f"{kind} {', '.join(names[:6])}" + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         for kind, names in (("parameters", parameters), ("buffers", buffers))
         if names
     ]
@@ -139,12 +133,5 @@ def named(parameters: Sequence[str], buffers: Sequence[str]) -> str:
     return text[:1].upper() + text[1:]
 
 
-_SHOWN = 6
-
-
-def _placed(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if not buffer.is_meta:
-        return buffer.to(device)
-    made: Any = torch.empty_like(buffer, device=device)
-    mark_blank(made)
-    return made  # type: ignore[no-any-return]
+def _meta_is_default() -> bool:
+    return torch.get_default_device().type == "meta"

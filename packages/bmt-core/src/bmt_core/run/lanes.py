@@ -38,7 +38,6 @@ class Lane:
     def __init__(self, name: str, topology: Topology) -> None:
         self.name = name
         self._topology = topology
-        self._kept: tuple[object, Mark] | None = None
 
     def group(self, group: Group) -> Group:
         """Return the lane's own group over the ranks of ``group``, which connects at its first operation."""
@@ -62,12 +61,6 @@ class Lane:
         They start after what the lane was given before; after the computation only if :meth:`after` said so.
         """
         return _Once(start(), then)
-
-    def keep(self, objects: object, mark: Mark) -> None:
-        """Keep memory of the computation until it has waited for ``mark``, at the latest when something else is kept."""
-        before, self._kept = self._kept, (objects, mark)
-        if before is not None:
-            before[1].wait()
 
 
 class CudaLane(Lane):

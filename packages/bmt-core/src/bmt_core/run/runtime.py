@@ -37,6 +37,9 @@ _starts = 0
 # down, so it lives as long as the process, and every start uses its own prefix in it.
 _stores: dict[tuple[str | None, ...], dist.Store] = {}
 
+CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
+"""Called when a call has ended, with the parameters outside of Blocks that it has read; None: it has failed."""
+
 
 class Runtime:
     """Everything that a run has one of. Made by :func:`init_distributed`; read, not written."""
@@ -61,7 +64,7 @@ class Runtime:
         self.kernels = kernels
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
-        self.call_observers: list[Callable[[nn.Module], None]] = []
+        self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
         """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`: what takes hooks out of torch again."""

@@ -1,4 +1,4 @@
-"""The schedules of BMTrain, with s, w, E, n as in :class:`WarmupLRScheduler`. Before w each warms up; what follows is said here."""
+"""The schedules of BMTrain: each docstring gives the rate after the warm-up, with s, w, E, n as in :class:`WarmupLRScheduler`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``WarmupLRScheduler``: the base of all schedules, a linear warm-up followed by something."""
+"""``WarmupLRScheduler``: the base of all schedules, a linear warm-up followed by what a subclass defines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class WarmupLRScheduler:
     ``end_iter`` E is where the decay ends; ``num_iter`` n is the number of steps done so far. The constructor sets the rate.
 
     The first parameter group gets the rate; every other keeps the ratio to the first that it had when it was first seen.
-    A subclass defines :meth:`get_lr_decay`, and may redefine :meth:`get_lr_warmup`; further constants go into ``constants``, the
-    names of the attributes that make up the state.
+    A subclass defines :meth:`get_lr_decay`, and may redefine :meth:`get_lr_warmup`. It adds the names of its own attributes to
+    ``constants``, which are saved with the state.
     """
 
     constants: tuple[str, ...] = ("start_lr", "warmup_iter", "end_iter")

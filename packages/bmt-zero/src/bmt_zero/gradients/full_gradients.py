@@ -18,7 +18,7 @@ class FullGradients:
 
     def __init__(self, group: ParameterGroup, dtype: torch.dtype) -> None:
         self._group = group
-        self._flat = torch.empty(group.layout.total, dtype=dtype, device=group.device)
+        self._flat = torch.empty(group.total, dtype=dtype, device=group.device)
         self._views = group.views_of(self._flat)
         self._is_written = [False] * len(self._views)
 

@@ -35,7 +35,7 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype
         self._lane = lane
         self._ranks = lane.group(group.ranks)
-        self._in_flight = in_flight
+        self.in_flight = in_flight
         self._held_back: torch.Tensor | None = None
         self._witness: GradientWitness | None = None  # of .grad as it was when gradients were held back
 
@@ -43,12 +43,12 @@ class GradientReducer:
     def held_back_bytes(self) -> int:
         """Size of what :meth:`hold_back` keeps between micro-batches, if any parameter trains."""
         trains = True in [parameter.requires_grad for parameter in self._group.parameters]
-        return self._group.layout.total * summation_dtype(self._group.dtype).itemsize if trains else 0
+        return self._group.total * summation_dtype(self._group.dtype).itemsize if trains else 0
 
     def new_full_gradients(self) -> FullGradients:
         """Return room for the whole gradients of one backward pass, in the dtype of the wire."""
-        self._in_flight.make_room()
-        return FullGradients(self._group, self._wire_dtype)
+        self.in_flight.make_room()
+        return FullGradients(self._group, self.wire_dtype)
 
     def forget_cleared(self) -> None:
         """Drop what is kept when the user has cleared the gradients: see the notes in :mod:`bmt_core.params.gradient_sum`."""
@@ -64,7 +64,7 @@ class GradientReducer:
         self._lane.after(self._lane.here())
         with named(f"reduce {self._name}"):
             done = self._lane.run(lambda: self._start(reduced, full), then)
-        self._in_flight.keep(self._name, full, done)
+        self.in_flight.keep(self._name, full, done)
         self.sum.ready_at(done)
         if self.watcher is not None and self.sum.flat is not None:
             self.watcher(self.sum.flat, done)
@@ -98,13 +98,14 @@ class GradientReducer:
         """Reduce what :meth:`hold_back` kept and no later backward pass took along. Collective."""
         self.forget_cleared()
         if self._held_back is not None:
-            nothing = torch.zeros(self._group.layout.total, dtype=self._wire_dtype, device=self._group.device)
+            nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
             self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
-            self._in_flight.wait()
+            self.in_flight.wait()
             self.sum.finish()
 
     @property
-    def _wire_dtype(self) -> torch.dtype:
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the flat whole gradients that are reduced."""
         dtype = self._group.dtype
         if self._group.ranks.size == 1 or self._reduce_dtype == "param":
             return dtype
@@ -125,9 +126,7 @@ class GradientReducer:
         if self._group.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():
-            return torch.empty(
-                self._group.layout.slice_length, dtype=self._output_dtype(full), device=self._group.device
-            )
+            return torch.empty_like(self._group.shard, dtype=self._output_dtype(full))
 
     def _output_dtype(self, full: torch.Tensor) -> torch.dtype:
         is_same = self._group.is_replicated or self._reduce_dtype == "param"

@@ -97,6 +97,7 @@ class BlockCall:
                 " Run backward before the optimizer's step, or run forward again."
             )
         self.phase = Phase.BACKWARD
+        self.block.run.calls_in_backward[self] = None
         self._acquire(looks=False)
         self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
@@ -120,23 +121,14 @@ class BlockCall:
             self._end_backward()
 
     def end(self) -> None:
-        """The backward pass is over, or there will be none: hold nothing, watch nothing."""
-        self._end_backward()
-        if self.input_hook is not None:
-            self.input_hook.remove()
-
-    def end_pass(self, *, succeeded: bool) -> None:
-        """The backward pass is over: gradients are complete, and nothing stays gathered, whatever happened in the block."""
+        """The backward pass is over, or failed, or there will be none: hold nothing, watch nothing."""
         self._pass = -1
         recomputation = None if self.recomputation is None else self.recomputation()
         if recomputation is not None:
             recomputation.clear()
-        self.end()
-        if succeeded:
-            for group in self.groups:
-                group.reducer.sum.finish()
-            self.block.run.prefetch.drop()
-            self.block.run.in_flight.wait()
+        self._end_backward()
+        if self.input_hook is not None:
+            self.input_hook.remove()
 
     def __del__(self) -> None:
         # The graph is gone without a backward: an output that nobody used, an exception.
@@ -146,10 +138,18 @@ class BlockCall:
         this_pass = backward_pass()
         if self._pass != this_pass:
             self._pass = this_pass
-            when_backward_ends(_EndOfPass(self))
+            when_backward_ends(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self.end()
+        for group in self.groups:
+            group.reducer.sum.finish()  # gradients are complete
+        self.block.run.prefetch.drop()
+        self.block.run.in_flight.wait()
 
     def _end_backward(self) -> None:
         self._full.clear()
+        self.block.run.calls_in_backward.pop(self, None)
         self._await_backward(False)
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
@@ -236,24 +236,6 @@ class BlockCall:
             self._watch_end_of_pass()
             group.reduce(flat, taking)
         return [None] * len(needed)
-
-
-class _EndOfPass:
-    """Ends a call's part in a backward pass: when torch calls it, or lets go of it because the pass failed."""
-
-    def __init__(self, call: BlockCall) -> None:
-        self._call: BlockCall | None = call
-
-    def __call__(self) -> None:
-        self._end(succeeded=True)
-
-    def __del__(self) -> None:
-        self._end(succeeded=False)
-
-    def _end(self, *, succeeded: bool) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call.end_pass(succeeded=succeeded)
 
 
 def _with_gradients_of(

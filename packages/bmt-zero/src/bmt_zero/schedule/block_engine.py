@@ -58,6 +58,7 @@ class BlockEngine:
     ) -> Any:
         """Return ``function(*args, **kwargs)``, which calls ``module`` with whole parameters. Collective."""
         block = self.block
+        block.run.end_failed_passes()
         block.refresh(module)
         for group in block.groups:
             group.reducer.forget_cleared()

@@ -44,6 +44,9 @@ class Prefetched(Protocol):
     def release_ahead(self) -> None:
         """Undo :meth:`gather_ahead`."""
 
+    def forget_gathered(self) -> None:
+        """Gather again before the next use, whatever is there."""
+
 
 class Event(NamedTuple):
     """The forward or the backward of block ``number`` begins, or, with a negative number, the call of a module."""
@@ -90,6 +93,12 @@ class Prefetch:
     def drop(self) -> None:
         """Free what was gathered ahead and not used: the pass is over."""
         self._go_on_with([])
+
+    def forget_gathered(self) -> None:
+        """Have every block gathered again before its next use: a pass failed."""
+        self.drop()
+        for block in self._blocks.values():
+            block.forget_gathered()
 
     def _gather_ahead(self, current: Prefetched | None) -> None:
         ahead: list[int] = []

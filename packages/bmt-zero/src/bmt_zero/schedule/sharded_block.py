@@ -18,6 +18,7 @@ from bmt_zero.gradients.direct_linear import Location, RunningCall, direct_linea
 from bmt_zero.schedule.recomputed_buffers import BlockBuffers
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.schedule.zero_run import ZeroRun, zero_run
+from bmt_zero.sharding.parameter_group import ParameterGroup
 from bmt_zero.sharding.parameter_slots import ParameterSlots, Slot, WholeParameters
 from bmt_zero.sharding.unsharded_buffer import BufferState
 
@@ -141,6 +142,11 @@ class ShardedBlock:
         for group in ahead:
             group.release()
 
+    def forget_gathered(self) -> None:
+        """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        for group in self.groups:
+            group.buffer.mark_outdated()
+
     def _refresh(self, block: nn.Module) -> None:
         is_moved = True in [group.data.is_memory_replaced for group in self.groups]
         if is_moved or self._changes_seen != self.run.module_changes.count or not self.slots.are_untouched:
@@ -186,9 +192,8 @@ class ShardedBlock:
             kinds.setdefault(key, (ranks, []))[1].append(parameter)
         made = [
             ShardedGroup(
-                members,
+                ParameterGroup(members, ranks=ranks, replicated=self.level == 0, device=current().device),
                 level=self.level,
-                ranks=ranks,
                 reduce_dtype=self.reduce_dtype,
                 name=f"blocks.{self.number}",
                 in_flight=self.run.in_flight,
@@ -207,7 +212,7 @@ class ShardedBlock:
         if not isinstance(parameter, DistributedParameter):
             return topology.shard_group(self.local_axes)
         owner = owner_of(parameter)
-        if owner is not None and owner not in self.groups:
+        if owner is not None and parameter._in_block and owner not in self.groups:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
             raise ConfigError(
                 f"Parameter {name!r} is shared with another Block, and a parameter can be sharded by one Block only."

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from bmt_core.comm import Group
 from bmt_core.params.owner import OwnerReference, ReductionWatcher
 from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
@@ -20,7 +19,7 @@ from bmt_zero.sharding.unsharded_buffer import UnshardedBuffer
 
 
 class ShardedGroup:
-    """What a Block gathers by one all-gather and reduces by one reduce-scatter.
+    """What is gathered by one all-gather and reduced by one reduce-scatter.
 
     ``group`` says where the parameters lie, ``data`` whether their values changed, ``buffer`` holds them whole, ``reducer``
     sums their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
@@ -28,26 +27,25 @@ class ShardedGroup:
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        group: ParameterGroup,
         *,
         level: int,
-        ranks: Group,
         reduce_dtype: ReduceDtype,
         name: str,
         in_flight: ReductionsInFlight,
     ) -> None:
-        runtime = current()
+        lanes = current().lanes
         self.level = level
         self.name = name
-        self.group = ParameterGroup(parameters, ranks=ranks, replicated=level == 0, device=runtime.device)
-        self.data = DataVersion(self.group, runtime.lanes.gather)
-        self.buffer = UnshardedBuffer(self.group, runtime.lanes.gather)
+        self.group = group
+        self.data = DataVersion(group, lanes.gather)
+        self.buffer = UnshardedBuffer(group, lanes.gather)
         self.reducer = GradientReducer(
-            self.group, name=name, reduce_dtype=reduce_dtype, lane=runtime.lanes.reduce, in_flight=in_flight
+            group, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight
         )
         self._leaves: list[torch.Tensor] = []
         reference: OwnerReference = weakref.ref(self)
-        for parameter in self.group.parameters:
+        for parameter in group.parameters:
             parameter.owner_reference = reference
 
     def note_update(self, done: Mark | None = None, reads: object = None) -> None:
@@ -69,6 +67,10 @@ class ShardedGroup:
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
         """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self.reducer.watcher = watcher
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        return None
 
     def bytes_to_gather(self, own_holds: int) -> int:
         """How much memory a gather takes that nobody has taken yet, apart from the caller, who holds it ``own_holds`` times."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,11 +15,20 @@ from torch.optim.optimizer import (
 
 from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
-from bmt_core.run.runtime import Runtime, current
+from bmt_core.run.runtime import CallEnd, Runtime, current
+from bmt_core.torch_internals import backward_pass
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.schedule.module_changes import ModuleChanges
+from bmt_zero.schedule.outside_parameters import OutsideParameters
 from bmt_zero.schedule.prefetch import Prefetch
 from bmt_zero.schedule.sharded_group import ShardedGroup
+
+
+class EndedCall(Protocol):
+    """A call of a block that can be ended."""
+
+    def end(self) -> None:
+        """Hold nothing any more."""
 
 
 class ZeroRun:
@@ -28,19 +37,41 @@ class ZeroRun:
     def __init__(self, runtime: Runtime) -> None:
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
+        self.outside = OutsideParameters(self.in_flight)
         self.running: list[list[ShardedGroup]] = []
         """The groups of the blocks whose forward runs."""
+        self.calls_in_backward: dict[EndedCall, None] = {}
+        """Calls whose backward has begun and not ended."""
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
         self._handles = [
-            register_optimizer_step_pre_hook(_before_step),
+            register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(_after_step),
         ]
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 
-    def _call_begins(self, module: nn.Module) -> None:
+    def end_failed_passes(self) -> None:
+        """Let go what backward passes hold that failed. Called where something new begins, at the same point on every rank.
+
+        When torch lets go of a failed pass is not: on GPUs another thread may do so, at any time. Whether a buffer is there decides
+        about a gather, so all are gathered anew.
+        """
+        if self.calls_in_backward and backward_pass() == -1:
+            for call in list(self.calls_in_backward):
+                call.end()
+            self.calls_in_backward.clear()
+            self.prefetch.forget_gathered()
+
+    def _call_begins(self, module: nn.Module) -> CallEnd:
+        self.end_failed_passes()
+        end = self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block says itself when it is called
             self.prefetch.call_begins(module)
+        return end
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.end_failed_passes()
+        reduce_held_back(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _is_gathered(self, tensor: torch.Tensor) -> bool:
         return is_gathered(tensor) or any(g.buffer.holds_memory_of(tensor) for groups in self.running for g in groups)
@@ -62,18 +93,13 @@ def zero_run() -> ZeroRun:
     return _runs[runtime]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    reduce_held_back(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    references = {
+    references = [
         parameter.owner_reference
         for group in optimizer.param_groups
         for parameter in group["params"]
         if isinstance(parameter, DistributedParameter) and parameter.grad is not None
-    }
-    for reference in references:
-        owner = None if reference is None else reference()
+    ]
+    for owner in {reference() for reference in references if reference is not None}:
         if owner is not None:
             owner.note_update()

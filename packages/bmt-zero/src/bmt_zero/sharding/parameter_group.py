@@ -11,7 +11,7 @@ from bmt_core.params.parameter import DistributedParameter, make_distributed
 from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
 from bmt_core.torch_internals import has_gradient_hooks, unflatten
-from bmt_zero.sharding.flat_layout import FlatLayout, flat_layout
+from bmt_zero.sharding.flat_layout import flat_layout
 
 
 class ParameterGroup:
@@ -30,27 +30,21 @@ class ParameterGroup:
         self.dtype = parameters[0].dtype
         self.device = device
         self.shapes = [p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters]
-        numels = [shape.numel() for shape in self.shapes]
-        self.layout: FlatLayout = flat_layout(numels, self.dtype.itemsize, 1 if self.is_replicated else ranks.size)
         # How the shard is cut: the lengths of its pieces, and which piece is which parameter's.
-        self.pieces, self.indices = self.layout.pieces(None if self.is_replicated else ranks.rank)
+        self.pieces, self.indices = self._lay_out(parameters)
         self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
+        self.total = self.shard.numel() * (1 if self.is_replicated else ranks.size)
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
                 self._adopt(parameter, number, parts[index])
                 for number, (parameter, index) in enumerate(zip(parameters, self.indices, strict=True))
             ]
-        lengths, self._places = self.layout.pieces()
-        self._like = [torch.empty(length, device="meta") for length in lengths]
-        for index, shape in zip(self._places, self.shapes, strict=True):
-            self._like[index] = torch.empty(shape, device="meta")
-        self._gaps = sorted(set(range(len(lengths))) - set(self._places))
 
     @property
     def full_bytes(self) -> int:
         """Size of all parameters, padding included."""
-        return self.layout.total * self.dtype.itemsize
+        return self.total * self.dtype.itemsize
 
     @property
     def versions(self) -> list[int]:
@@ -74,9 +68,19 @@ class ParameterGroup:
         pieces = unflatten(flat, self._like)
         return [pieces[index] for index in self._gaps]
 
+    def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
+        numels = [shape.numel() for shape in self.shapes]
+        self._layout = flat_layout(numels, self.dtype.itemsize, 1 if self.is_replicated else self.ranks.size)
+        lengths, self._places = self._layout.pieces()
+        self._like = [torch.empty(length, device="meta") for length in lengths]
+        for index, shape in zip(self._places, self.shapes, strict=True):
+            self._like[index] = torch.empty(shape, device="meta")
+        self._gaps = sorted(set(range(len(lengths))) - set(self._places))
+        return self._layout.pieces(None if self.is_replicated else self.ranks.rank)
+
     def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
         shape = self.shapes[number]
-        ranges = ((0, shape.numel()),) * self.ranks.size if self.is_replicated else self.layout.ranges(number)
+        ranges = ((0, shape.numel()),) * self.ranks.size if self.is_replicated else self._layout.ranges(number)
         shard = Shard(shape, ranges, self.ranks, replicated=self.is_replicated)
         if has_values(parameter):
             place.copy_(_part(parameter, shard))

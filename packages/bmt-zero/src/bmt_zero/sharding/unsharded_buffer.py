@@ -48,7 +48,7 @@ class UnshardedBuffer:
             self.tensor = self._writer = group.shard
             self.state = BufferState.READY
             return
-        self.tensor = torch.empty(group.layout.total, dtype=group.dtype, device=group.device)
+        self.tensor = torch.empty(group.total, dtype=group.dtype, device=group.device)
         self.tensor.untyped_storage().resize_(0)
         self._writer = self.tensor.data
         self.state = BufferState.FREED

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bmt_core.ops import REFERENCE
-from bmt_optim import AdamOptimizer, updates
+from bmt_optim import AdamOptimizer
+from bmt_optim.adam import update_plan
 
 
 class Shard:
@@ -32,6 +33,9 @@ class Shard:
 
     def reduce_held_back(self) -> None:
         pass
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None
 
     def watch_reductions(self, watcher: Any) -> None:
         pass
@@ -74,7 +78,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model, list[Any]], Non
                 log.append(model.names(params))
                 REFERENCE.adam_step(params, *columns, **options)
 
-        monkeypatch.setattr("bmt_optim.adam.kernels_on", lambda device: Recording)
+        monkeypatch.setattr("bmt_optim.adam.optimizer.kernels_on", lambda device: Recording)
 
     return watch
 
@@ -142,8 +146,8 @@ def test_plan_follows_gradients_that_come_and_go(watched: Any) -> None:
 
 def test_plan_is_kept_while_only_numbers_change(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    make = updates._make
-    monkeypatch.setattr(updates, "_make", lambda *args: made.append(args) or make(*args))
+    make = update_plan._make
+    monkeypatch.setattr(update_plan, "_make", lambda *args: made.append(args) or make(*args))
     model = Model([])
     optimizer = AdamOptimizer(model.named.values(), lr=0.25)
     for step in range(4):
@@ -222,7 +226,7 @@ def calls_of_a_step(number: int, monkeypatch: pytest.MonkeyPatch) -> int:
         def adam_step(*columns: Any, **options: Any) -> None:
             pass
 
-    monkeypatch.setattr("bmt_optim.adam.kernels_on", lambda device: NoKernels)
+    monkeypatch.setattr("bmt_optim.adam.optimizer.kernels_on", lambda device: NoKernels)
     shard = Shard("a", [])
     params = [owned(torch.ones(1), shard) for _ in range(number)]
     for p in params:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -10,16 +10,22 @@ import torch
 
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag, read_master, write_master
-from bmt_optim.beside import Beside
-from bmt_optim.logical_state import load_logical_state, logical_state
-from bmt_optim.run import kernels_on
-from bmt_optim.updates import OwnerUpdates, State, Update, UpdatePlan
+from bmt_optim.adam.parameter_state import (
+    MASTER,
+    REMAINDER,
+    State,
+    copied_state,
+    new_state,
+    zeros,
+)
+from bmt_optim.adam.update_plan import OwnerUpdates, Update, UpdatePlan
+from bmt_optim.adam.update_stream import UpdateStream
+from bmt_optim.current_run import kernels_on
+from bmt_optim.managed_optimizer import ManagedOptimizer
+from bmt_optim.state.logical_state import load_logical_state, logical_state
 
-MASTER = "_param_fp32"
-REMAINDER = "_param_remainder"
 
-
-class AdamOptimizer(torch.optim.Optimizer):
+class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     """Adam, with **decoupled weight decay for half parameters and L2 regularisation for all others**, as in BMTrain.
 
     ``decoupled_weight_decay`` True (AdamW) or False (``torch.optim.Adam``) overrides this for all parameters. Works on ordinary
@@ -38,18 +44,18 @@ class AdamOptimizer(torch.optim.Optimizer):
     The master is the state ``"_param_fp32"``. It overwrites in the next step what was written to the parameter, so values loaded
     into a model need the optimizer's state with them. ``compact_master`` True: of the master of a bfloat16 parameter only those
     16 bits are kept that the parameter lacks, as the state ``"_param_remainder"``: the same master, in 12 bytes per parameter at
-    rest in place of 14. For the same gradients master and moments are equal in every bit. The parameter rounds halves (a master
-    exactly between two bfloat16 numbers) away from zero then, not to the even neighbour, which 16 bits could not tell; and who
-    writes a parameter moves its master along: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where
-    the run has a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch
-    takes several passes. States of both kinds, and logical states, whose masters are whole, can be loaded with either setting.
+    rest in place of 14. For the same gradients, masters and moments are equal in every bit. Two things differ: a master exactly
+    between two bfloat16 numbers is rounded away from zero, not to the even neighbour, which 16 bits could not tell; and a write to
+    the parameter changes its master: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where the run has
+    a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several
+    passes. States of both kinds, and logical states, whose masters are whole, load with either setting.
 
     ``overlap_forward`` (CUDA): parameters of Blocks are updated on a stream of their own while the next forward pass begins; each
     Block waits for its own update. Checkpoints, state dicts, ``data`` and ``gather()`` wait too; code that reads such a
     parameter in another way before the next forward pass must call :meth:`wait` first.
 
     ``step`` understands the attributes ``found_inf`` and ``grad_scale`` with which ``torch.amp.GradScaler`` skips and unscales
-    on the device; ``OptimManager`` uses the first.
+    on the device.
 
     >>> parameter = torch.nn.Parameter(torch.ones(2))
     >>> parameter.grad = torch.tensor([1.0, -1.0])
@@ -59,13 +65,12 @@ class AdamOptimizer(torch.optim.Optimizer):
     """
 
     name: ClassVar[str] = "adam"
-    _step_supports_amp_scaling = True
+    skips_on_device = True
+    _step_supports_amp_scaling = True  # what torch.amp.GradScaler asks for
 
-    found_inf: torch.Tensor
-    grad_scale: torch.Tensor
-    _beside: Beside
+    _stream: UpdateStream
     _plan: UpdatePlan
-    _unsure: _Unsure
+    _outcome: tuple[HostFlag, list[State]] | None
 
     def __init__(
         self,
@@ -95,35 +100,40 @@ class AdamOptimizer(torch.optim.Optimizer):
             "overlap_forward": overlap_forward,
         }
         self.compact_master = compact_master
-        self._forget()
+        self._reset()
         super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], torch.Tensor] | None = None, scale: float = 1
+        self,
+        closure: Callable[[], torch.Tensor] | None = None,
+        scale: float = 1,
+        *,
+        found_inf: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Take a step with the gradients divided by ``scale``; return what ``closure``, called with gradients on, returns."""
+        """Take a step with the gradients divided by ``scale``; return what ``closure``, called with gradients on, returns.
+
+        ``found_inf``, a tensor of one element on the device: where it is not 0, the device skips the step.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.settle()
-        skip: torch.Tensor | None = getattr(self, "found_inf", None)
-        divisor: float | torch.Tensor = scale
-        given_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if given_scale is not None:
-            divisor = given_scale * scale
+        self.read_outcome()
+        given = vars(self)  # what torch.amp.GradScaler sets
+        skip: torch.Tensor | None = given.get("found_inf") if found_inf is None else found_inf
+        given_scale: torch.Tensor | None = given.get("grad_scale")
         self.wait()
         plan = self._updates()
-        self._run(plan, divisor, skip)
+        self._run(plan, scale if given_scale is None else given_scale * scale, skip)
         if skip is not None:
-            states = [state for lot in plan for update in lot.updates for state in update.states]
-            self._unsure = _Unsure(HostFlag(skip), states)
+            states = [state for of_owner in plan for update in of_owner.updates for state in update.states]
+            self._outcome = HostFlag(skip), states
         return loss
 
     def wait(self) -> None:
-        """Let the computation wait for updates that run beside it (``overlap_forward``), before parameters are read by hand."""
-        self._beside.wait()
+        """Let the computation wait for updates that overlap it (``overlap_forward``), before parameters are read by hand."""
+        self._stream.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; called right after :meth:`step`, their memory is free for the next forward pass."""
@@ -131,17 +141,20 @@ class AdamOptimizer(torch.optim.Optimizer):
             self.wait()
         super().zero_grad(set_to_none)
 
-    def settle(self) -> None:
-        """Wait for the device to have decided whether it skipped the last step, and count ``"step"`` accordingly."""
-        self._unsure.settle()
+    def read_outcome(self) -> None:
+        """Wait until the device has decided whether to skip the last step; a skipped step does not count in ``"step"``."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None and outcome[0].read():
+            for state in outcome[1]:
+                state["step"] -= 1
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """Return the state as torch does; masters, or their remainders, are part of it.
 
-        ``gather``: ``{"parameters": ..., "groups": ...}`` with whole tensors by parameter (see :mod:`bmt_optim.logical_state`),
-        which are collected on rank 0, one by one, and are empty on the others. Collective then.
+        ``gather``: ``{"parameters": ..., "groups": ...}`` with whole tensors by parameter (see
+        :mod:`bmt_optim.state.logical_state`), which are collected on rank 0, one by one, and are empty elsewhere. Collective then.
         """
-        self.settle()
+        self.read_outcome()
         self.wait()
         return logical_state([self], None) if gather else super().state_dict()
 
@@ -153,26 +166,26 @@ class AdamOptimizer(torch.optim.Optimizer):
         Raises :class:`CheckpointError`, and changes nothing, when a shape differs: the state is that of another world size.
         """
         if "parameters" in state_dict:
-            self.settle()
+            self.read_outcome()
             load_logical_state([self], state_dict, None)
             return
         saved = state_dict["state"]
-        places = [p for group in self.param_groups for p in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        if len(places) != len(indices):
-            raise CheckpointError(f"The state is of {len(indices)} parameters, and this optimizer has {len(places)}.")
-        for number, (p, index) in enumerate(zip(places, indices, strict=True)):
+        if len(params) != len(indices):
+            raise CheckpointError(f"The state is of {len(indices)} parameters, and this optimizer has {len(params)}.")
+        for number, (p, index) in enumerate(zip(params, indices, strict=True)):
             for key, value in saved.get(index, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
                     raise CheckpointError(
                         f"{key} of parameter {number} has shape {tuple(value.shape)}, and the parameter here has {tuple(p.shape)}."
                         " It was saved at another world size. Save with gather_opt=True to load at any."
                     )
-        self._let_finish()
+        self._wait_despite_errors()
         # Without the states: torch would cast them to the parameters' dtype, which rounds moments and masters of half
         # parameters, and move them to the parameters' device.
         super().load_state_dict({**state_dict, "state": {}})
-        for p, index in zip(places, indices, strict=True):
+        for p, index in zip(params, indices, strict=True):
             if index in saved:
                 self.load_portable_state(p, saved[index])
 
@@ -181,52 +194,65 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.wait()
         state = dict(self.state.get(p, {}))
         if REMAINDER in state:
-            state[MASTER] = _whole_master(p, state.pop(REMAINDER))
+            remainder = state.pop(REMAINDER)
+            state[MASTER] = read_master(self._weight_for(remainder, p), remainder)
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over a copy of what :meth:`portable_state` returned, or of a state with a remainder; empty: none."""
+        self._wait_despite_errors()
         self.state.pop(p, None)
         if state:
-            self.state[p] = {key: _own_copy(value, p) for key, value in state.items()}
+            self.state[p] = copied_state(state, p, self._state_device(p))
 
     def __getstate__(self) -> dict[str, Any]:
+        self.read_outcome()
+        self.wait()
         found: dict[str, Any] = super().__getstate__()
         return {**found, "compact_master": self.compact_master}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._reset()
         for group in self.param_groups:
             group.setdefault("overlap_forward", False)
 
-    def _let_finish(self) -> None:
-        """Let everything wait for what was started, whatever comes of it: it will be replaced."""
-        self._beside.wait()
-
-    def _forget(self) -> None:
-        self._unsure = _Unsure()
-        self._beside = Beside()
+    def _reset(self) -> None:
+        """Forget what is under way, and all that is made anew from the parameters and their states."""
+        self._outcome = None
+        self._stream = UpdateStream()
         self._plan = UpdatePlan()
 
+    def _wait_despite_errors(self) -> None:
+        """Let the computation wait for updates, failed ones too: their results will be replaced."""
+        self._stream.wait()
+
+    def _state_device(self, p: torch.nn.Parameter) -> torch.device:
+        return p.device
+
+    def _weight_for(self, remainder: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+        """Return the bfloat16 values of ``p`` that ``remainder`` completes. ``p`` may have been made another dtype since."""
+        return p.detach().to(remainder.device, torch.bfloat16)
+
     def _updates(self) -> list[OwnerUpdates]:
-        return self._plan.of(self.param_groups, self.state, self._state_of, _has_master)
+        return self._plan.of(self.param_groups, self.state, self._state_of)
 
     def _state_of(self, p: torch.nn.Parameter) -> State:
-        state: State = self.state[p]
-        if not state:
-            state.update(_new_state(p, is_compact=self._is_compact(p)))
-        self._fit(p, state)
-        return state
+        """Return the state of ``p`` for the step, a new one if need be, with its master in the form of this setting.
 
-    def _fit(self, p: torch.nn.Parameter, state: State) -> None:
-        """Bring a master into the form of this setting. Only a step does so: until then, loaded values may still come."""
+        Only a step changes the form: until then, loaded values of the parameter may still come.
+        """
+        state: State = self.state[p]
         is_compact = self._is_compact(p)
-        if MASTER in state and is_compact:
-            state[REMAINDER] = _zeros(p, torch.int16)
+        if not state:
+            state.update(new_state(p, is_compact=is_compact))
+        elif MASTER in state and is_compact:
+            state[REMAINDER] = zeros(p, torch.int16)
             write_master(state.pop(MASTER), p, state[REMAINDER])
         elif REMAINDER in state and not is_compact:
-            state[MASTER] = _whole_master(p, state.pop(REMAINDER))
+            remainder = state.pop(REMAINDER)
+            state[MASTER] = read_master(self._weight_for(remainder, p), remainder)
+        return state
 
     def _is_compact(self, p: torch.nn.Parameter) -> bool:
         if p.dtype != torch.bfloat16:
@@ -234,38 +260,23 @@ class AdamOptimizer(torch.optim.Optimizer):
         return kernels_on(p.device).has_compact_adam if self.compact_master is None else self.compact_master
 
     def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
-        for device in {u.device for lot in plan for u in lot.updates if u.group["overlap_forward"]}:
-            self._beside.begin(device)
-        for lot in plan:
-            self._update(lot, divisor, skip)
+        for device in {u.device for of_owner in plan for u in of_owner.updates if u.group["overlap_forward"]}:
+            self._stream.begin(device)
+        for of_owner in plan:
+            self._update(of_owner, divisor, skip)
 
-    def _update(self, lot: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
-        owner = lot.owner
-        overlaps = owner is not None and all(update.group["overlap_forward"] for update in lot.updates)
-        with self._beside.running(lot.updates[0].device) if overlaps else nullcontext():
-            grads = [_launch(update, divisor, skip) for update in lot.updates]
+    def _update(self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        owner, overlaps = of_owner.owner, of_owner.overlaps_forward
+        with self._stream.launch_on(of_owner.device) if overlaps else nullcontext():
+            grads = [_launch(update, divisor, skip) for update in of_owner.updates]
             if owner is not None:
                 # A gather of this owner's waits for its own update only.
                 owner.note_update(reads=(grads, divisor, skip) if overlaps else None)
 
 
-class _Unsure:
-    """A step of which the host does not know yet whether the device skipped it: a skipped step does not count."""
-
-    def __init__(self, skipped: HostFlag | None = None, states: Iterable[dict[str, Any]] = ()) -> None:
-        self._skipped = skipped
-        self._states = list(states)
-
-    def settle(self) -> None:
-        if self._skipped is not None and self._skipped.read():
-            for state in self._states:
-                state["step"] -= 1
-        self._skipped, self._states = None, []
-
-
 def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:
-    """Take one step of what belongs together, and return the gradients, which the device reads later."""
-    states, step = update.states, update.advance()
+    """Take one step of the parameters of ``update``, and return the gradients, which the device reads later."""
+    states, step = update.states, update.count_step()
     grads = [p.grad for p in update.params if p.grad is not None]
     kernels_on(update.device).adam_step(
         update.params,
@@ -273,54 +284,8 @@ def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | 
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [state.get(REMAINDER, state.get(MASTER)) for state in states],
-        **settings_of(update, step),
+        **update.settings(step),
         scale=divisor,
         skip=skip,
     )
     return grads
-
-
-def settings_of(update: Update, step: int) -> dict[str, Any]:
-    """Return what ``adam_step`` is told about step number ``step`` of ``update``."""
-    group = update.group
-    return {
-        "step": step,
-        "lr": group["lr"],
-        "beta1": group["betas"][0],
-        "beta2": group["betas"][1],
-        "eps": group["eps"],
-        "weight_decay": group["weight_decay"],
-        "decoupled": update.decoupled,
-        "hold": step <= group["hold_steps"],
-    }
-
-
-def _has_master(state: State) -> bool:
-    return REMAINDER in state or MASTER in state
-
-
-def _whole_master(p: torch.nn.Parameter, remainder: torch.Tensor) -> torch.Tensor:
-    # The parameter may have been made another dtype since.
-    return read_master(p.detach().to(torch.bfloat16), remainder)
-
-
-def _new_state(p: torch.nn.Parameter, *, is_compact: bool) -> State:
-    # Half moments would overflow (fp16) or stall (bf16), so state is never narrower than float32.
-    dtype = torch.promote_types(p.dtype, torch.float32)
-    state = {"step": 0, "exp_avg": _zeros(p, dtype), "exp_avg_sq": _zeros(p, dtype)}
-    if is_compact:
-        state[REMAINDER] = _zeros(p, torch.int16)
-    elif p.dtype != dtype:
-        state[MASTER] = p.detach().to(dtype)
-    return state
-
-
-def _zeros(p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
-
-
-def _own_copy(value: Any, p: torch.nn.Parameter) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    wide = torch.promote_types(p.dtype, torch.float32)
-    return value.detach().to(device=p.device, dtype=wide if value.is_floating_point() else value.dtype, copy=True)

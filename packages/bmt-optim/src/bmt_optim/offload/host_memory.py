@@ -1,8 +1,8 @@
-"""``HostMemory``: memory of the host that the device copies from and to by itself.
+"""``HostMemory``: page-locked host memory, which the device can copy from and to while the host does something else.
 
-Page-locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
-states of a large model is up to twice the memory. It is cleared chunk by chunk by the threads that will step those chunks, which on
-machines with several memory controllers decides where it lies, and asks for large pages, across which processors read ahead.
+It is locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
+states of a large model is up to twice the memory. The worker's threads, which will step it, clear it first, chunk by chunk: on
+machines with several memory controllers that decides where it lies. It asks for large pages, across which processors read ahead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bmt_optim import host_worker
+from bmt_optim.offload import worker
 
 CHUNK = 1 << 24
 """Elements that are copied and stepped at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy is exposed."""
@@ -36,10 +36,9 @@ class HostMemory:
         is_locked = device.type == "cuda"
         size = numel * dtype.itemsize
         if not is_locked or size < SMALL:
-            tensor = torch.empty(numel, dtype=dtype, pin_memory=is_locked)
-            return tensor.zero_()
+            return torch.empty(numel, dtype=dtype, pin_memory=is_locked).zero_()
         memory = _map(size)
-        host_worker.submit(lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]).result()
+        worker.submit(lambda: [chunk.zero_() for chunk in torch.split(memory, CHUNK * dtype.itemsize)]).result()
         _lock(memory, device)
         weakref.finalize(self, _unlock, memory, device).atexit = False
         return memory.view(dtype)

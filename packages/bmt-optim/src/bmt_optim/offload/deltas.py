@@ -8,34 +8,34 @@ from typing import Any
 import torch
 
 from bmt_core.ops import read_master
-from bmt_core.params.parameter import DistributedParameter
-from bmt_optim.run import world
+from bmt_optim.current_run import replicas, world
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Deltas:
-    """Sums over all half parameters of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p, p before the step, of one step."""
+    """Sums of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p, p before the step, over all half parameters in one step."""
 
     def __init__(self) -> None:
         self.sums = torch.zeros(3, dtype=torch.float64)  # elements, deltas, squared deltas; a replica counts in part
 
-    def before(
-        self, params: Sequence[torch.Tensor], masters: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """Return copies of the masters; None for parameters that have none, which are not counted."""
-        return [_copy_of(p, master) for p, master in zip(params, masters, strict=True)]
-
-    def after(
+    def add(
         self,
         before: Sequence[torch.Tensor | None],
-        exp_avgs: Sequence[torch.Tensor],
-        exp_avg_sqs: Sequence[torch.Tensor],
-        owners: Sequence[torch.nn.Parameter],
+        exp_avgs: Tensors,
+        exp_avg_sqs: Tensors,
+        parameters: Sequence[torch.nn.Parameter],
         settings: Mapping[str, Any],
     ) -> None:
-        """Add what a step with ``settings`` (of ``adam_step``) did to ``owners``, or to pieces of them."""
-        for weight, mean, square, owner in zip(before, exp_avgs, exp_avg_sqs, owners, strict=True):
+        """Add what a step with ``settings`` (of ``adam_step``) did to ``parameters``, or to pieces of them.
+
+        ``before`` is what :func:`copied_masters` returned before the step, the moments are those after it.
+        """
+        for weight, mean, square, parameter in zip(before, exp_avgs, exp_avg_sqs, parameters, strict=True):
             if weight is not None:
-                self._add(_delta(weight, mean, square, settings), 1 / _replicas(owner))
+                delta = _delta(weight, mean, square, settings).double()
+                sums = [delta.numel(), delta.sum().item(), delta.square().sum().item()]
+                self.sums += torch.tensor(sums, dtype=torch.float64) / replicas(parameter)
 
     def mean_and_variance(self, device: torch.device) -> tuple[float, float]:
         """Return both, over all ranks; NaN where nothing was counted. Collective."""
@@ -47,13 +47,13 @@ class Deltas:
         mean = total / number
         return mean, max(squares / number - mean * mean, 0.0)
 
-    def _add(self, delta: torch.Tensor, share: float) -> None:
-        delta = delta.double()
-        total, squares = delta.sum().item(), delta.square().sum().item()
-        self.sums += torch.tensor([delta.numel(), total, squares], dtype=torch.float64) * share
+
+def copied_masters(params: Tensors, masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return copies of the masters, whole ones also of remainders; None for parameters that have none and are not counted."""
+    return [_copied(p, master) for p, master in zip(params, masters, strict=True)]
 
 
-def _copy_of(p: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor | None:
+def _copied(p: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor | None:
     if master is None:
         return None
     return read_master(p, master) if master.dtype == torch.int16 else master.clone()
@@ -64,7 +64,3 @@ def _delta(weight: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, s: Ma
     denominator = (square / (1 - s["beta2"] ** step)).sqrt_().add_(s["eps"])
     delta: torch.Tensor = (mean / (1 - s["beta1"] ** step)).div_(denominator)
     return delta.add_(weight, alpha=s["weight_decay"])
-
-
-def _replicas(p: torch.nn.Parameter) -> int:
-    return p.replicas if isinstance(p, DistributedParameter) else world().size

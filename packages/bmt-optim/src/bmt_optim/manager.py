@@ -1,21 +1,20 @@
 """``OptimManager``: loss scaling, overflow, clipping and stepping for any number of optimizers.
 
 [Note: who reads the overflow flag]
-Whether a gradient of any rank is infinite or NaN is one flag on the device. Skipping a step needs a decision on the host for
-an optimizer that knows nothing of flags (most of torch's own, any third party's) and for a scheduler that cannot go back: then
-``step`` reads the flag, and on CUDA the device idles for as long as the host takes to launch the optimizer.
+Whether a gradient of any rank is infinite or NaN is one flag on the device. An optimizer that cannot skip a step on the device,
+and a scheduler that cannot go back, need the decision on the host: then ``step`` reads the flag, and on CUDA the device idles
+for as long as the host takes to launch the optimizer.
 
-When every optimizer can skip on the device (it has torch's ``_step_supports_amp_scaling``: ``AdamOptimizer``, torch's fused ones)
-and every scheduler is one of bmt's, ``step`` launches the optimizers with the flag, clears the gradients on the device where it is
-set, steps the schedulers as if it were not, and sends a copy of the flag to the host. The next call that needs the outcome
-(:meth:`OptimManager.settle`) finds it there, changes the scale, and takes the schedulers back if the step was skipped. Parameters
-and moments are the same either way; only a scheduler looked at between a skipped step and the next call is one step ahead.
-On the CPU there is nothing to wait for, and the flag is read at once.
+When every optimizer can skip on the device (``ManagedOptimizer.skips_on_device``) and every scheduler is one of bmt's, ``step``
+does not read the flag. It gives the flag to the optimizers, clears the gradients on the device where it is set, steps the
+schedulers as if it were not, and starts a copy of the flag to the host. The next call that needs to know
+(:meth:`OptimManager.read_outcome`) reads this copy, changes the scale, and takes the schedulers back if the step was skipped.
+Parameters and moments are the same either way; only a scheduler looked at between a skipped step and the next call is one step
+ahead. On the CPU reading costs nothing, and the flag is read at once.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import warnings
@@ -31,12 +30,14 @@ from bmt_core.ops import HostFlag
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
-from bmt_optim.logical_state import Named, load_logical_state, logical_state
+from bmt_optim.current_run import device_of, kernels_for, world
+from bmt_optim.elementwise import check_elementwise
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
+from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.plain_gradients import PlainGradients
-from bmt_optim.rank_state import check_rank_state, load_rank_state, rank_state
-from bmt_optim.run import kernels_for, world
+from bmt_optim.state.logical_state import Named, State, gather, load_logical_state, logical_state, scatter
+from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 
 NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")
@@ -48,11 +49,11 @@ class OptimManager:
     Every iteration: ``zero_grad()``, ``backward(loss)`` (as often as there are micro-batches), ``clip_grad_norm(...)`` if
     wanted, ``step()``. All of them are collective: every rank calls them in the same order.
 
-    Gradients of sharded parameters are *sums* over all ranks. ``backward`` multiplies the loss by ``loss_scale / grad_scale``,
-    first; ``grad_scale`` is by default the number of ranks that hold different data (``Topology.data_size``), so that gradients
-    are those of the mean loss over all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and
-    ``optimizer.step()`` without a manager are safe too, with the sums. Gradients of *ordinary* parameters are local until
-    ``clip_grad_norm`` or ``step`` sums them over all ranks, once per step; ``sum_plain_gradients=False`` if your program does.
+    Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss by ``loss_scale / grad_scale``
+    first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over
+    all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
+    manager are safe too, with the sums. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
+    over all ranks, once per step; ``sum_plain_gradients=False`` if your program does.
 
     ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
     divided by ``loss_scale_factor`` but not below ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps.
@@ -90,13 +91,15 @@ class OptimManager:
         self.sum_plain_gradients = sum_plain_gradients
         self.skipped_steps = 0
         self._grad_scale = grad_scale
+        self._managed: list[ManagedOptimizer] = []
         self._plain = PlainGradients()
-        self._outcome: _Outcome | None = None
+        # The flag of the last step, if nobody has read it, and where the schedulers were before that step.
+        self._outcome: tuple[HostFlag, list[tuple[WarmupLRScheduler, int]]] | None = None
 
     @property
     def loss_scale(self) -> float:
         """The factor that losses are multiplied by; 1 without loss scaling."""
-        self.settle()
+        self.read_outcome()
         return 1 if self._scale.value is None else self._scale.value
 
     @property
@@ -107,12 +110,12 @@ class OptimManager:
     @property
     def steps_since_last_scale(self) -> int:
         """Number of clean steps since the scale changed."""
-        self.settle()
+        self.read_outcome()
         return self._scale.steps_since_last_scale
 
     @property
     def grad_scale(self) -> float:
-        """What losses are divided by: the number of ranks that hold different data, unless it was given."""
+        """What losses are divided by: the number of ranks that see different data, unless it was given."""
         if self._grad_scale is not None:
             return self._grad_scale
         return current().topology.data_size if is_initialized() else 1
@@ -125,12 +128,14 @@ class OptimManager:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
         An optimizer whose ``step`` has a parameter ``scale`` is given the loss scale; for any other the gradients are divided by
-        it, in place and in their own dtype, before its ``step``.
+        it, in place and in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
+        whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
         """
-        if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
-            raise TypeError(f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not.")
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
+        adapted = managed(optimizer)
+        check_elementwise(optimizer)
+        self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -164,47 +169,50 @@ class OptimManager:
             raise ValueError(f"norm_type must be positive or 'inf', it is {norm_type!r}.")
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, it is {max_norm!r}.")
-        parameters = _unique(_parameters(param_groups))
-        self._complete(_unique([*self._all_parameters(), *parameters]))
+        parameters = list(dict.fromkeys(_parameters(param_groups)))
+        everything = self._all_parameters()
+        self._complete_gradients(list(dict.fromkeys([*everything, *parameters])))
         scale = self.loss_scale
 
         def scaling(factor: torch.Tensor) -> ExitStack:
-            return self._scaling(parameters, factor)
+            return self._scaling_gradients(parameters, factor)
 
-        return clip(parameters, max_norm * scale, p, eps, self._device(), scaling) / scale
+        return clip(parameters, max_norm * scale, p, eps, device_of(everything), scaling) / scale
 
     @torch.no_grad()
     def step(self) -> None:
         """Step all optimizers and then their schedulers, unless a gradient is not finite: see the class."""
-        self.settle()
-        parameters = _unique(self._all_parameters())
-        self._complete(parameters)
+        self.read_outcome()
+        parameters = self._all_parameters()
+        self._complete_gradients(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
-        flag = self._non_finite(grads)
+        device = device_of(parameters)
+        flag = self._non_finite(grads, device)
         self._plain.forget()
         if flag is not None and self._can_skip_on_device(flag):
             schedulers = [s for s in self.lr_schedulers if s is not None]
-            self._outcome = _Outcome(HostFlag(flag), [(s, s.num_iter) for s in schedulers])
-            with self._scaling(parameters, None):
-                kernels_for(grads, self._device()).zero_if_(grads, flag)
-            self._apply(flag.reshape(()).float())
+            self._outcome = HostFlag(flag), [(s, s.num_iter) for s in schedulers]
+            with self._scaling_gradients(parameters, None):
+                kernels_for(grads, device).zero_if_(grads, flag)
+            self._step_all(flag.reshape(()).float())
         elif flag is not None and flag.item():
             self._refuse()
         else:
-            self._apply(None)
+            self._step_all(None)
             self._scale.after_step()
 
-    def settle(self) -> None:
+    def read_outcome(self) -> None:
         """Learn whether the last step was skipped, and do on the host what follows: see [Note: who reads the overflow flag]."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
-        for optimizer in self.optimizers:
-            getattr(optimizer, "settle", _nothing)()
-        if not outcome.skipped.read():
+        for optimizer in self._managed:
+            optimizer.read_outcome()
+        skipped, schedulers = outcome
+        if not skipped.read():
             self._scale.after_step()
             return
-        for scheduler, num_iter in outcome.schedulers:
+        for scheduler, num_iter in schedulers:
             scheduler.step(num_iter)
         self._report_skip()
 
@@ -214,16 +222,16 @@ class OptimManager:
         By default that is this rank's part, for the same rank at the same world size; nothing is communicated. ``gather_opt``: the
         optimizer state is whole, by parameter name, loadable at any world size; it is collected on rank 0, tensor by tensor, and
         empty on all others. Names come from ``named_parameters`` (``model.named_parameters()``); without, from optimizers that were
-        given them, or from the place in the optimizers. Collective.
+        given them, or from the position in the optimizers. Collective.
         """
-        self.settle()
+        self.read_outcome()
         common = {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
             "skipped_steps": self.skipped_steps,
             **self._scale.state_dict(),
         }
         if gather_opt:
-            return {**common, "logical": logical_state(self.optimizers, named_parameters)}
+            return {**common, "logical": logical_state(self._managed, named_parameters)}
         return {**common, **rank_state(self.optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, named_parameters: Named | None = None) -> None:
@@ -232,7 +240,7 @@ class OptimManager:
         Of a gathered state, rank 0 alone needs the contents. Raises :class:`CheckpointError` on every rank, with nothing changed,
         when the state does not fit: other numbers of optimizers, other shapes, or a rank's state at another world size.
         """
-        self.settle()
+        self.read_outcome()
         is_gathered = "logical" in state_dict
         with together(world(), "OptimManager.load_state_dict"):
             self._check_schedulers(state_dict["lr_schedulers"])
@@ -240,14 +248,14 @@ class OptimManager:
                 check_rank_state(self.optimizers, state_dict)
         # Only after every rank has found its state in order does any rank change.
         if is_gathered:
-            load_logical_state(self.optimizers, state_dict["logical"], named_parameters)
+            load_logical_state(self._managed, state_dict["logical"], named_parameters)
         else:
             with together(world(), "OptimManager.load_state_dict"):
                 load_rank_state(self.optimizers, state_dict)
         for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if scheduler is not None:
                 scheduler.load_state_dict(saved)
-        self._scale.load_state_dict(dict(state_dict))
+        self._scale.load_state_dict(state_dict)
         self.skipped_steps = state_dict.get("skipped_steps", 0)
         self._plain.forget()
 
@@ -274,69 +282,47 @@ class OptimManager:
             )
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
-        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return list(dict.fromkeys([p for group in groups for p in group["params"]]))
 
-    def _complete(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def _complete_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         reduce_held_back(parameters)
         if self.sum_plain_gradients:
             self._plain.sum(parameters, world())
 
-    def _scaling(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
-        """Tell optimizers that want to know (``scaling_gradients``) by what gradients are multiplied inside."""
+    def _scaling_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
+        """Enter :meth:`ManagedOptimizer.scaling_gradients` of all optimizers."""
         stack = ExitStack()
-        for optimizer in self.optimizers:
-            if hasattr(optimizer, "scaling_gradients"):
-                stack.enter_context(optimizer.scaling_gradients(parameters, factor))
+        for optimizer in self._managed:
+            stack.enter_context(optimizer.scaling_gradients(parameters, factor))
         return stack
 
-    def _device(self) -> torch.device:
-        if is_initialized():
-            return current().device
-        return next((p.device for p in self._all_parameters()), torch.device("cpu"))
-
-    def _non_finite(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def _non_finite(self, grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
         """Return a flag on the device, equal on all ranks: whether any gradient is not finite. None: nobody wants to know."""
         if not self.loss_scale_enabled and self.non_finite == "ignore":
             return None
-        flag = torch.zeros(1, dtype=torch.uint8, device=self._device())
-        kernels_for(grads, self._device()).has_non_finite(grads, flag)
+        flag = torch.zeros(1, dtype=torch.uint8, device=device)
+        kernels_for(grads, device).has_non_finite(grads, flag)
         world().all_reduce(flag, "max").wait()
         return flag
 
     def _can_skip_on_device(self, flag: torch.Tensor) -> bool:
-        if _is_free_to_read(flag) or (not self.loss_scale_enabled and self.non_finite == "raise"):
+        if _is_on_host(flag) or (not self.loss_scale_enabled and self.non_finite == "raise"):
             return False
-        return all(getattr(o, "_step_supports_amp_scaling", False) for o in self.optimizers) and all(
+        return all(optimizer.skips_on_device for optimizer in self._managed) and all(
             s is None or isinstance(s, WarmupLRScheduler) for s in self.lr_schedulers
         )
 
-    def _apply(self, found_inf: torch.Tensor | None) -> None:
+    def _step_all(self, found_inf: torch.Tensor | None) -> None:
         """Step the optimizers, which skip on the device where ``found_inf`` is set, and the schedulers."""
-        for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
-            if found_inf is None:
-                self._step_one(optimizer)
-            else:
-                with _Attribute(optimizer, "found_inf", found_inf):
-                    self._step_one(optimizer)
+        scale = 1 if self._scale.value is None else self._scale.value
+        for optimizer, scheduler in zip(self._managed, self.lr_schedulers, strict=True):
+            optimizer.step(scale=scale, found_inf=found_inf)
             if scheduler is not None:
                 scheduler.step()
 
-    def _step_one(self, optimizer: Any) -> None:
-        scale = 1 if self._scale.value is None else self._scale.value
-        if "scale" in inspect.signature(optimizer.step).parameters:
-            optimizer.step(scale=scale)
-        elif scale == 1:
-            optimizer.step()
-        elif hasattr(optimizer, "found_inf"):
-            with _Attribute(optimizer, "grad_scale", torch.full((), float(scale), device=self._device())):
-                optimizer.step()
-        else:
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            kernels_for(grads, self._device()).scale_(grads, torch.full((), 1.0 / scale, device=self._device()))
-            optimizer.step()
-
     def _refuse(self) -> None:
-        """Do instead of a step what the settings say about a gradient that is not finite."""
+        """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` says so."""
         if not self.loss_scale_enabled and self.non_finite == "raise":
             raise FloatingPointError(
                 "A gradient is infinite or NaN on some rank. The step was not taken; the gradients are there to look at."
@@ -361,28 +347,28 @@ class OptimManager:
         )
 
 
-class _Outcome:
-    """A step whose outcome the host does not know yet, and where its schedulers were before it."""
+def gather_state(manager: OptimManager, named_parameters: Named | None = None) -> State:
+    """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective.
 
-    def __init__(self, skipped: HostFlag, schedulers: list[tuple[WarmupLRScheduler, int]]) -> None:
-        self.skipped = skipped
-        self.schedulers = schedulers
-
-
-class _Attribute:
-    """Sets an attribute for a while: how torch's optimizers are told of flags and scales on the device."""
-
-    def __init__(self, owner: Any, name: str, value: object) -> None:
-        self._owner, self._name, self._value = owner, name, value
-
-    def __enter__(self) -> None:
-        setattr(self._owner, self._name, self._value)
-
-    def __exit__(self, *_: object) -> None:
-        delattr(self._owner, self._name)
+    Tensors go to rank 0's host memory one by one; no rank holds more than one whole tensor at a time on its device.
+    """
+    manager.read_outcome()
+    return gather(manager._managed, named_parameters)
 
 
-def _is_free_to_read(flag: torch.Tensor) -> bool:
+def scatter_state(
+    manager: OptimManager, named_parameters: Named | None, state: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Give each parameter's optimizer this rank's part of ``state``, from :func:`gather_state` at any world size. Collective.
+
+    Either every rank passes the state (mapped from a file, say), or rank 0 alone does and the others an empty dict; then it is
+    broadcast tensor by tensor. When names or shapes do not fit, every rank raises :class:`CheckpointError`, with nothing changed.
+    """
+    manager.read_outcome()
+    scatter(manager._managed, named_parameters, state)
+
+
+def _is_on_host(flag: torch.Tensor) -> bool:
     return flag.device.type == "cpu"
 
 
@@ -393,11 +379,3 @@ def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
     for item in param_groups:
         found.extend(item["params"] if isinstance(item, Mapping) else [item])
     return found
-
-
-def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return list(dict.fromkeys(parameters))
-
-
-def _nothing() -> None:
-    return None

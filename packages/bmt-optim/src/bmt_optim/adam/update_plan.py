@@ -1,8 +1,8 @@
-"""``UpdatePlan``: which parameters one kernel call updates together, and in which order the calls are made.
+"""``UpdatePlan``: which parameters one kernel call updates, and in which order the calls are made.
 
-Parameters that lie in one flat shard (they have an *owner*) are updated together, and owners follow each other in the order of
-their first parameters, whatever groups of the optimizer their parameters are in: the update of the first block is complete
-before that of the second begins, so that the gather of a block has to wait for no other's update.
+Parameters that lie in one flat shard (they have an *owner*, their Block's shard) are updated by consecutive calls, and owners
+follow each other in the order of their first parameters, whatever groups of the optimizer their parameters are in. So the update
+of the first Block is complete before that of the second begins, and the gather of a Block waits for no other's update.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from bmt_core.params.owner import OwnerReference, ParameterOwner
-
-State = dict[str, Any]
+from bmt_optim.adam.parameter_state import State, master_or_remainder
 
 
 @dataclass
@@ -28,12 +27,26 @@ class Update:
     params: list[torch.nn.Parameter] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
 
-    def advance(self) -> int:
+    def count_step(self) -> int:
         """Count a step of all parameters, and return its number."""
         step = int(self.states[0]["step"]) + 1
         for state in self.states:
             state["step"] = step
         return step
+
+    def settings(self, step: int) -> dict[str, Any]:
+        """Return the options of ``adam_step`` for step number ``step``."""
+        group = self.group
+        return {
+            "step": step,
+            "lr": group["lr"],
+            "beta1": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "decoupled": self.decoupled,
+            "hold": step <= group["hold_steps"],
+        }
 
     def is_in_step(self) -> bool:
         """Whether all parameters have taken the same number of steps still."""
@@ -42,7 +55,7 @@ class Update:
 
 @dataclass
 class OwnerUpdates:
-    """All updates of what lies in one flat shard; of all that lies in none, if there is no owner."""
+    """The updates of one owner's parameters, on one device; or of those that have no owner."""
 
     reference: OwnerReference | None
     updates: list[Update] = field(default_factory=list)
@@ -51,6 +64,18 @@ class OwnerUpdates:
     def owner(self) -> ParameterOwner | None:
         """The owner, unless it is gone."""
         return None if self.reference is None else self.reference()
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of the parameters are."""
+        return self.updates[0].device
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether the next forward pass may begin before they are done: all groups allow it, and the owner waits for them."""
+        if self.reference is None or self.reference() is None:
+            return False
+        return False not in [update.group["overlap_forward"] for update in self.updates]
 
 
 class UpdatePlan:
@@ -66,7 +91,6 @@ class UpdatePlan:
         groups: Iterable[dict[str, Any]],
         states: Mapping[Any, State],
         state_of: Callable[[torch.nn.Parameter], State],
-        is_half: Callable[[State], bool],
     ) -> list[OwnerUpdates]:
         """Return the updates of all parameters in ``groups`` that have gradients.
 
@@ -74,7 +98,7 @@ class UpdatePlan:
         """
         key = [_key_of(group) for group in groups]
         if not self._is_made_for(key, states):
-            self._owners = _make(key, state_of, is_half)
+            self._owners = _make(key, state_of)
             self._key, self._states = key, _ids(states.values())
         return self._owners
 
@@ -89,9 +113,9 @@ class UpdatePlan:
 def _key_of(group: dict[str, Any]) -> tuple[Any, ...]:
     """Return what decides how a group is cut into updates. No call per parameter: this runs in every step."""
     params = _with_gradients(group["params"])
-    owners = [getattr(p, "owner_reference", None) for p in params]
+    references = [getattr(p, "owner_reference", None) for p in params]
     kinds = [(p.dtype, p.device) for p in params]
-    return group, group["decoupled_weight_decay"], kinds, params, owners
+    return group, group["decoupled_weight_decay"], kinds, params, references
 
 
 def _with_gradients(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
@@ -112,24 +136,20 @@ def _ids(objects: Iterable[object]) -> list[int]:
     return list(map(id, objects))
 
 
-def _make(
-    key: list[tuple[Any, ...]],
-    state_of: Callable[[torch.nn.Parameter], State],
-    is_half: Callable[[State], bool],
-) -> list[OwnerUpdates]:
-    owners: dict[int, OwnerUpdates] = {}
+def _make(key: list[tuple[Any, ...]], state_of: Callable[[torch.nn.Parameter], State]) -> list[OwnerUpdates]:
+    owners: dict[tuple[int, torch.device], OwnerUpdates] = {}
     updates: dict[tuple[Any, ...], Update] = {}
     for number, (group, decoupled, _, params, references) in enumerate(key):
         for p, reference in zip(params, references, strict=True):
             state = state_of(p)
             state["step"] = int(state["step"])
-            is_decoupled = is_half(state) if decoupled is None else decoupled
+            is_decoupled = master_or_remainder(state) is not None if decoupled is None else decoupled
             owner = None if reference is None else reference()  # gone: nobody is to be told
             kind = (id(owner), number, p.device, is_decoupled, state["step"])
             if kind not in updates:
                 updates[kind] = Update(group, p.device, is_decoupled)
-                lot = owners.setdefault(id(owner), OwnerUpdates(None if owner is None else reference))
-                lot.updates.append(updates[kind])
+                of_owner = owners.setdefault((id(owner), p.device), OwnerUpdates(None if owner is None else reference))
+                of_owner.updates.append(updates[kind])
             updates[kind].params.append(p)
             updates[kind].states.append(state)
     return list(owners.values())

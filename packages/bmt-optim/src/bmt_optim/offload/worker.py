@@ -1,8 +1,8 @@
 """The thread that steps parameters on the host: one for the process, started once, with threads of its own for the kernels.
 
-[Note: threads of a rank] The launcher may have bound a rank to some cores, or left all of a node to all of its ranks. What this
-process may run on, as the kernel says, counts either way; a rank that may run wherever its launcher may shares those cores with
-the other ranks of the node. One core of four or more is left to the thread that launches work on the device.
+[Note: threads of a rank] A rank works on the cores that it may run on. If the launcher bound it to some, these are its own. If it
+may run wherever its launcher may, it shares those cores with the other ranks of the node, and takes an equal part. One core of
+four or more is left to the thread that launches work on the device.
 """
 
 from __future__ import annotations
@@ -25,25 +25,15 @@ _executors: list[ThreadPoolExecutor] = []
 
 
 def submit(work: Callable[[], Result]) -> Future[Result]:
-    """Have ``work`` done after what was submitted before; at the end of the program it is waited for."""
+    """Have the thread call ``work`` after what was submitted before; the end of the program waits for it."""
     with _lock:
         if not _executors:
             _executors.append(_start())
         return _executors[0].submit(work)
 
 
-def threads_of(own: int, of_launcher: int, ranks: int) -> int:
-    """Return on how many threads a rank works that may use ``own`` cores, of a launcher with ``of_launcher`` for ``ranks`` ranks.
-
-    >>> threads_of(16, 16, 1), threads_of(16, 16, 4), threads_of(8, 32, 4), threads_of(1, 2, 4)
-    (15, 3, 7, 1)
-    """
-    share = max(1, min(own, max(own, of_launcher) // ranks))
-    return share - 1 if share >= 4 else share
-
-
 def number_of_threads() -> int:
-    """Return ``BMT_OFFLOAD_THREADS``, or what [Note: threads of a rank] says."""
+    """Return ``BMT_OFFLOAD_THREADS``, or this rank's share of the cores."""
     if given := os.environ.get(VARIABLE):
         if not given.isdecimal() or not int(given):
             raise ConfigError(f"{VARIABLE} must be a number of threads, 1 or more, not {given!r}.")
@@ -52,18 +42,29 @@ def number_of_threads() -> int:
     return threads_of(own, _cores(os.getppid()) or own, Launch.from_env().local_world_size)
 
 
+def threads_of(own: int, of_launcher: int, ranks: int) -> int:
+    """Return the number of threads of a rank that may use ``own`` cores; its launcher, of ``ranks`` ranks, may use ``of_launcher``.
+
+    See [Note: threads of a rank].
+
+    >>> threads_of(16, 16, 1), threads_of(16, 16, 4), threads_of(8, 32, 4), threads_of(1, 2, 4)
+    (15, 3, 7, 1)
+    """
+    share = max(1, min(own, max(own, of_launcher) // ranks))
+    return share - 1 if share >= 4 else share
+
+
 def _start() -> ThreadPoolExecutor:
     before = torch.get_num_threads()
-    threads = number_of_threads()
     # It sets the number for the calling thread and for those that begin later: the latter is taken back.
-    executor = ThreadPoolExecutor(1, "bmt-offload", torch.set_num_threads, (threads,))
+    executor = ThreadPoolExecutor(1, "bmt-offload", torch.set_num_threads, (number_of_threads(),))
     executor.submit(torch.get_num_threads).result()
     torch.set_num_threads(before)
     return executor
 
 
 def _cores(process: int) -> int:
-    """Return how many cores ``process`` (0: this one) may run on; 0 if that cannot be told of another one."""
+    """Return how many cores ``process`` may run on; 0 if it is not known. Process 0 is this one, of which it is always known."""
     try:
         return len(os.sched_getaffinity(process))
     except (AttributeError, OSError):  # no Linux, or a launcher that we cannot see

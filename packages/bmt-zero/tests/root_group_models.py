@@ -9,9 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bmt_core import DistributedModule, DistributedParameter
-from bmt_core.modules.distributed_module import extend
+from bmt_core import DistributedParameter
+from bmt_core.params.owner import owner_of
 from bmt_core.run.runtime import current, rank, world_size
+from bmt_zero import BMTrainModelWrapper as sharded
+from bmt_zero.schedule.root_group import RootGroup
+from bmt_zero.sharding.unsharded_buffer import BufferState
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 8, 5
 
@@ -42,20 +45,6 @@ class Model(nn.Module):
 def model(**options: Any) -> Model:
     torch.manual_seed(1)
     return Model(**options)
-
-
-def sharded(plain: nn.Module) -> nn.Module:
-    """Make every parameter distributed, alone, as ``BMTrainModelWrapper`` does outside of lists."""
-    made: dict[int, DistributedParameter] = {}
-    for module in plain.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                part = made.setdefault(
-                    id(parameter), DistributedParameter(parameter.data, requires_grad=parameter.requires_grad)
-                )
-                module._parameters[name] = part
-        extend(module, DistributedModule)
-    return plain
 
 
 def tokens(step: int, micro_batch: int = 0) -> torch.Tensor:
@@ -138,9 +127,9 @@ def survives_failures() -> tuple[bool, bool]:
         loss_of(plain, tokens(step)).backward()  # type: ignore[no-untyped-call]
     pairs = zip(plain.parameters(), shards.parameters(), strict=True)
     equal = all(p.grad is None or torch.allclose(p.grad, whole(s, s.grad), atol=1e-5) for p, s in pairs)  # type: ignore[arg-type]
-    from bmt_core.modules.outermost_call import _scope
-
-    return equal, not _scope.ahead and not _scope.gathered
+    owners = [owner_of(parameter) for parameter in shards.parameters()]
+    found = {(owner.call, owner.buffer.state) for owner in owners if isinstance(owner, RootGroup)}
+    return equal, found == {(None, BufferState.FREED)}
 
 
 def in_other_modes() -> bool:

@@ -9,13 +9,13 @@ import torch
 
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import rank
-from bmt_optim.run import world
+from bmt_optim.current_run import world
 
-_WAY_OUT = "Save with state_dict(gather_opt=True) to load at any world size."
+_REMEDY = "Save with state_dict(gather_opt=True) to load at any world size."
 
 
 def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the states of ``optimizers`` on this rank, and what tells whether they fit elsewhere."""
+    """Return the states of ``optimizers`` on this rank, and what :func:`check_rank_state` compares."""
     return {
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "shapes": [_shapes(optimizer) for optimizer in optimizers],
@@ -27,12 +27,12 @@ def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
 def check_rank_state(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
     """Raise :class:`CheckpointError` unless ``state`` is that of this rank, at this world size, of parameters of these shapes.
 
-    What a state of BMTrain does not say is not checked.
+    Only what the state has is compared: those of BMTrain have no such entries.
     """
     size = state.get("world_size", world().size)
     if size != world().size:
         raise CheckpointError(
-            f"The optimizer state was saved by one of {size} ranks, and this run has {world().size}. {_WAY_OUT}"
+            f"The optimizer state was saved by one of {size} ranks, and this run has {world().size}. {_REMEDY}"
         )
     if state.get("rank", rank()) != rank():
         raise CheckpointError(f"The optimizer state is that of rank {state['rank']}, and this is rank {rank()}.")
@@ -40,7 +40,7 @@ def check_rank_state(optimizers: Sequence[torch.optim.Optimizer], state: Mapping
         if shapes != _shapes(optimizer):
             raise CheckpointError(
                 f"The state of optimizer {number} is of parameters of other shapes than on rank {rank()} now."
-                f" It belongs to another model or grid. {_WAY_OUT}"
+                f" It belongs to another model or grid. {_REMEDY}"
             )
 
 
@@ -48,14 +48,14 @@ def load_rank_state(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[
     """Take over what :func:`rank_state` returned, every bit of it."""
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-        _take_back(optimizer, saved)
+        _undo_rounding(optimizer, saved)
 
 
-def _take_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def _undo_rounding(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     # torch rounds state to the dtype of the parameter, and shares the memory of what it need not round with the saved state.
-    places = [p for group in optimizer.param_groups for p in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
-    for p, index in zip(places, indices, strict=True):
+    for p, index in zip(params, indices, strict=True):
         for key, value in saved["state"].get(index, {}).items():
             now = optimizer.state[p].get(key)
             if not isinstance(now, torch.Tensor) or not isinstance(value, torch.Tensor):

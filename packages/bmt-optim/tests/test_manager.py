@@ -38,7 +38,7 @@ def no_host_reads() -> Iterator[None]:
 @pytest.fixture
 def deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the manager leave the flag on the device, as it does on CUDA."""
-    monkeypatch.setattr("bmt_optim.optim_manager._is_free_to_read", lambda flag: False)
+    monkeypatch.setattr("bmt_optim.manager._is_on_host", lambda flag: False)
 
 
 # Scaling
@@ -185,7 +185,7 @@ def test_flag_left_on_the_device_leads_to_the_same_training(deferred: None, kind
     results = []
     for free in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("bmt_optim.optim_manager._is_free_to_read", lambda flag, free=free: free)
+            patch.setattr("bmt_optim.manager._is_on_host", lambda flag, free=free: free)
             p = parameter()
             optimizer = KINDS[kind]([p])
             schedule = Linear(optimizer, 0.1, 2, 30)
@@ -212,7 +212,7 @@ def test_flag_left_on_the_device_is_not_read_in_the_step(deferred: None) -> None
     manager = managed(p, loss_scale=64.0)
     for bad in (False, True, False):
         p.grad = torch.full((3,), math.nan if bad else 1.0)
-        manager.settle()
+        manager.read_outcome()
         with no_host_reads():
             manager.clip_grad_norm([p], 1.0)
             manager.step()
@@ -265,7 +265,7 @@ def test_on_a_gpu_no_step_synchronises(loss_scale: float | None) -> None:
             warnings.simplefilter("ignore", RuntimeWarning)
             for factor in (1.0, math.inf, 1.0):
                 iteration(factor)
-            manager.settle()
+            manager.read_outcome()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert manager.skipped_steps == 1 and one.state[ours]["step"] == 4

@@ -1,0 +1,48 @@
+"""The state that Adam keeps of a parameter: the number of its steps, two moments, and the float32 master of a half type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+State = dict[str, Any]
+MASTER = "_param_fp32"
+"""The key of a whole master."""
+REMAINDER = "_param_remainder"
+"""The key of the 16 bits of a master that its bfloat16 parameter lacks: see [Note: compact master] in bmt_core.ops.remainder."""
+
+
+def new_state(p: torch.nn.Parameter, *, is_compact: bool) -> State:
+    """Return the state before the first step; ``is_compact``: with a remainder instead of a whole master."""
+    # Half moments would overflow (fp16) or stall (bf16), so state is never narrower than float32.
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    state = {"step": 0, "exp_avg": zeros(p, dtype), "exp_avg_sq": zeros(p, dtype)}
+    if is_compact:
+        state[REMAINDER] = zeros(p, torch.int16)
+    elif p.dtype != dtype:
+        state[MASTER] = p.detach().to(dtype)
+    return state
+
+
+def zeros(p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that lie in memory like ``p``."""
+    return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+
+
+def master_or_remainder(state: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return whichever the state has; None for a parameter that is its own master."""
+    found: torch.Tensor | None = state.get(REMAINDER, state.get(MASTER))
+    return found
+
+
+def copied_state(state: Mapping[str, Any], p: torch.nn.Parameter, device: torch.device) -> State:
+    """Return a copy of a state of ``p`` with all tensors on ``device``, those of floating point in float32 or wider."""
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return {
+        key: value.detach().to(device=device, dtype=wide if value.is_floating_point() else value.dtype, copy=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in state.items()
+    }

@@ -1,0 +1,39 @@
+"""``UpdateStream``: updates on a stream of their own, while the next forward pass begins (``overlap_forward``).
+
+The gather of a Block waits for the update of that Block alone, so later Blocks are updated while the first ones compute. Updates
+read memory that the computation allocated (gradients, flags): the Block keeps it alive until its next gather has arrived, which
+is after its update.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+PRIORITY = -1
+"""Before the computation, which would otherwise leave an update so little room that the gather behind it comes too late."""
+
+
+class UpdateStream:
+    """The stream of one optimizer's updates, one on each CUDA device; on the CPU updates run where they are called."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin(self, device: torch.device) -> None:
+        """Let the updates that follow wait for the computation so far."""
+        if device.type != "cuda":
+            return
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, PRIORITY)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._streams[device].wait_stream(torch.cuda.current_stream(device))
+
+    def launch_on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return a context in which kernels are launched on the stream; :meth:`begin` comes first."""
+        return torch.cuda.stream(self._streams[device]) if device.type == "cuda" else nullcontext()
+
+    def wait(self) -> None:
+        """Let the computation wait for all updates."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)

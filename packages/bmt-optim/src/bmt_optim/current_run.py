@@ -1,0 +1,52 @@
+"""What optimizers use of the current run; before ``init_distributed()``, one process and plain torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+
+from bmt_core.comm.protocols import Group
+from bmt_core.comm.torch_backend import SingleGroup
+from bmt_core.ops import REFERENCE, Kernels, choose_kernels
+from bmt_core.ops.table import REFERENCE_NAME, VARIABLE
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current, is_initialized
+
+
+def world() -> Group:
+    """Return the group of all ranks."""
+    return current().world if is_initialized() else SingleGroup(0)
+
+
+def replicas(parameter: torch.nn.Parameter) -> int:
+    """Return how many ranks hold the same elements of ``parameter``; ordinary parameters are whole on every rank."""
+    return parameter.replicas if isinstance(parameter, DistributedParameter) else world().size
+
+
+def device_of(parameters: Iterable[torch.nn.Parameter]) -> torch.device:
+    """Return the device of the run; without a run, that of the first of ``parameters``, or the CPU."""
+    if is_initialized():
+        return current().device
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def kernels_on(device: torch.device) -> Kernels:
+    """Return the run's kernels if they serve ``device``, otherwise (or without a run) the plain-torch reference."""
+    return current().kernels.on(device) if is_initialized() else REFERENCE
+
+
+def kernels_for(tensors: Iterable[torch.Tensor], device: torch.device) -> Kernels:
+    """Return the kernels for ``tensors`` if all are on ``device``; the reference takes any mixture."""
+    return kernels_on(device) if all(tensor.device == device for tensor in tensors) else REFERENCE
+
+
+def host_kernels() -> Kernels:
+    """Return kernels for work on the host, whatever the run's device: compiled ones if there are any and ``BMT_KERNELS`` agrees."""
+    host = torch.device("cpu")
+    if not is_initialized() or current().device.type == "cpu":
+        return kernels_on(host)
+    # The variable names kernels for the run's device; only plain torch is for both.
+    name = REFERENCE_NAME if os.environ.get(VARIABLE) == REFERENCE_NAME else ""
+    return choose_kernels(current().registry.kernel_providers, host, name)

@@ -1,0 +1,129 @@
+"""``ManagedOptimizer``: what ``OptimManager`` calls of an optimizer, and adapters for optimizers that do not provide it."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+
+from bmt_optim.current_run import device_of, kernels_for
+
+_NOTHING = nullcontext()
+
+
+class ManagedOptimizer(ABC):
+    """An optimizer that ``OptimManager`` can drive.
+
+    ``AdamOptimizer`` is one; :func:`managed` adapts any other optimizer. Let your own class inherit from this one, and from
+    ``torch.optim.Optimizer``, if it can skip a step on the device, copies gradients before the step, or keeps state in a form
+    that a checkpoint should not store.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    skips_on_device: ClassVar[bool] = False
+    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag and calls no step where it is set."""
+
+    @abstractmethod
+    def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
+        """Take a step with the gradients divided by ``scale``.
+
+        ``found_inf`` is a float32 tensor without dimensions on the device: where it is not 0, nothing may change. It is given
+        only if :attr:`skips_on_device`.
+        """
+
+    def read_outcome(self) -> None:
+        """Find out whether the device skipped the last step. Called before the next step, and before state is saved or loaded."""
+        return None
+
+    def scaling_gradients(
+        self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
+    ) -> AbstractContextManager[object]:
+        """Return a context in which the manager multiplies the gradients of ``parameters`` by ``factor``, on the device.
+
+        ``factor`` None: in which it zeroes them if the step will be skipped. An optimizer that copied gradients before can then
+        multiply its copies, where it would otherwise have to copy again.
+        """
+        return _NOTHING
+
+    @abstractmethod
+    def portable_state(self, p: torch.nn.Parameter) -> dict[str, Any]:
+        """Return the state of ``p`` as a checkpoint stores it, whatever the settings of the optimizer."""
+
+    @abstractmethod
+    def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
+
+
+def managed(optimizer: Any) -> ManagedOptimizer:
+    """Return ``optimizer`` itself if it is a :class:`ManagedOptimizer`, otherwise an adapter for it.
+
+    ``step(scale=...)`` is called if its ``step`` has such a parameter, as BMTrain's optimizers have. For any other, gradients are
+    divided by the scale before ``step()``, unless it says, as torch's fused optimizers do, that it reads ``found_inf`` and
+    ``grad_scale`` as ``torch.amp.GradScaler`` sets them.
+    """
+    if isinstance(optimizer, ManagedOptimizer):
+        return optimizer
+    if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
+        raise TypeError(f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not.")
+    if "scale" in inspect.signature(optimizer.step).parameters:
+        return _StepTakesScale(optimizer)
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return _StepReadsFlag(optimizer)
+    return _PlainOptimizer(optimizer)
+
+
+class _PlainOptimizer(ManagedOptimizer):
+    """An optimizer that knows neither scales nor flags: its gradients are divided in place, in their own dtype."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # load_state_dict() replaces the optimizer's list
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
+
+    def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
+        if scale != 1:
+            params = [p for group in self.param_groups for p in group["params"]]
+            grads, device = [p.grad for p in params if p.grad is not None], device_of(params)
+            kernels_for(grads, device).scale_(grads, torch.full((), 1.0 / scale, device=device))
+        return self._optimizer.step()
+
+    def portable_state(self, p: torch.nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state.get(p, {})
+        return state
+
+    def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        self._optimizer.state.pop(p, None)
+        if state:
+            self._optimizer.state[p] = dict(state)
+
+
+class _StepTakesScale(_PlainOptimizer):
+    """An optimizer as those of BMTrain: ``step(scale=...)`` divides the gradients."""
+
+    def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
+        return self._optimizer.step(scale=scale)
+
+
+class _StepReadsFlag(_PlainOptimizer):
+    """An optimizer with the attributes of ``torch.amp.GradScaler``: ``found_inf`` skips the step, ``grad_scale`` divides."""
+
+    skips_on_device = True
+
+    def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
+        if found_inf is None:
+            return super().step(scale=scale)
+        optimizer = self._optimizer
+        optimizer.found_inf = found_inf
+        optimizer.grad_scale = None if scale == 1 else torch.full((), float(scale), device=found_inf.device)
+        try:
+            return optimizer.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale

@@ -1,0 +1,315 @@
+"""``AdamOffloadOptimizer``: Adam whose states are in host memory, where a thread steps them while the device works."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from bmt_core.ops import Kernels
+from bmt_core.params.owner import ReductionWatcher
+from bmt_core.run.lanes import Mark
+from bmt_optim.adam.optimizer import AdamOptimizer
+from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State
+from bmt_optim.adam.update_plan import OwnerUpdates, UpdatePlan
+from bmt_optim.current_run import device_of, host_kernels
+from bmt_optim.offload import worker
+from bmt_optim.offload.chunks import ShardChunks
+from bmt_optim.offload.copies import Copies, CudaCopies, HostNumber
+from bmt_optim.offload.deltas import Deltas, copied_masters
+from bmt_optim.offload.gradient_copies import GradientCopies
+from bmt_optim.offload.host_memory import CHUNK
+from bmt_optim.offload.host_shard import HostShard, lying_together
+from bmt_optim.offload.host_update import HostUpdate, run_all
+
+CPU = torch.device("cpu")
+
+
+class AdamOffloadOptimizer(AdamOptimizer):
+    """:class:`AdamOptimizer`, arguments and numbers, with masters and moments in page-locked host memory (CUDA).
+
+    The device keeps parameters and gradients only. Gradients of Blocks are copied to the host during the backward pass, when they
+    are reduced, and all others at the step, in chunks. A thread of the host steps one chunk while the next is copied: with the
+    compiled kernels of ``bmt-kernels`` if they are installed, on this rank's share of the cores, or on ``BMT_OFFLOAD_THREADS``
+    threads. The parameters of a Block are copied back when all of it is stepped. With ``overlap_forward``, :meth:`step` does not
+    wait for that: the next forward pass begins while later Blocks are stepped, each Block waits for its own update, and what
+    :class:`AdamOptimizer` says about reading parameters by hand holds.
+
+    Between backward and step, change gradients by operations on ``p.grad``, or by assigning it: torch counts these changes. It does
+    not count writes to ``p.grad.data``, by NumPy, or by collectives of ``torch.distributed``; in Blocks they are lost.
+
+    On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies.
+
+    An error of the host's thread is raised by the next call that needs its result, on this rank; no shard is in part new then: see
+    [Note: all or nothing] in :mod:`bmt_optim.offload.host_update`. Either optimizer loads the other's states.
+
+    ``record_delta``: compute in every step mean and variance of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p over all
+    parameters of half types, with b = 1 - beta**t: see :meth:`get_avg_delta`. It costs the host about another pass.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> parameter.grad = torch.tensor([1.0, -1.0], dtype=torch.bfloat16)
+    >>> optimizer = AdamOffloadOptimizer([parameter], lr=0.5, record_delta=True)
+    >>> optimizer.step()
+    >>> parameter.detach(), round(optimizer.get_var_delta(), 3)
+    (tensor([0.5000, 1.5000], dtype=torch.bfloat16), 1.0)
+    """
+
+    name: ClassVar[str] = "adam_offload"
+
+    chunk: ClassVar[int] = CHUNK
+
+    _shards: dict[torch.nn.Parameter, HostShard]
+    _offloaded: list[tuple[OwnerUpdates, list[ShardChunks]]]
+    """The updates that the host makes, in their order, each with the chunks of its shards."""
+    _offloaded_plan: object
+    _gradient_copies: GradientCopies
+    _under_way: list[HostUpdate]
+    _copies: dict[torch.device, Copies]
+    _deltas: Deltas | None
+    _kernels_on_host: Kernels | None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        hold_steps: int = 0,
+        *,
+        decoupled_weight_decay: bool | None = None,
+        overlap_forward: bool = False,
+        compact_master: bool | None = None,
+        record_delta: bool = False,
+    ) -> None:
+        self.record_delta = record_delta
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            hold_steps,
+            decoupled_weight_decay=decoupled_weight_decay,
+            overlap_forward=overlap_forward,
+            compact_master=compact_master,
+        )
+
+    def get_avg_delta(self) -> float:
+        """Return the mean that ``record_delta`` asked for, of the last step, over all ranks. Collective."""
+        return self._delta()[0]
+
+    def get_var_delta(self) -> float:
+        """Return the variance that ``record_delta`` asked for, of the last step, over all ranks. Collective."""
+        return self._delta()[1]
+
+    def wait(self) -> None:
+        """See :meth:`AdamOptimizer.wait`; waits for the host's thread too, and raises what went wrong there."""
+        super().wait()
+        for update in self._under_way:
+            update.wait()
+        self._under_way = []
+
+    def scaling_gradients(
+        self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
+    ) -> AbstractContextManager[object]:
+        """See :meth:`ManagedOptimizer.scaling_gradients`: copies that were started before can be used nevertheless."""
+        return self._gradient_copies.scaling(parameters, factor)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten then: load the parameters too."""
+        # Loading resets this optimizer, but the owners of its parameters have the updates still.
+        under_way = self._under_way
+        super().load_state_dict(state_dict)
+        for update in under_way:
+            update.note_loaded(p for group in self.param_groups for p in group["params"])
+
+    def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step.
+
+        A failed step is forgotten when the states of all that it should have stepped were loaded: load the parameters too.
+        """
+        super().load_portable_state(p, state)
+        for update in self._under_way:
+            update.note_loaded([p])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "record_delta": self.record_delta}
+
+    def _wait_despite_errors(self) -> None:
+        super()._wait_despite_errors()
+        for update in self._under_way:
+            update.wait_despite_error()
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._shards = {}
+        self._offloaded, self._offloaded_plan = [], None
+        self._gradient_copies = GradientCopies()
+        self._under_way = []
+        self._copies = {}
+        self._deltas = None
+        self._kernels_on_host = None
+
+    def _offloads(self, device: torch.device) -> bool:
+        """Whether parameters on ``device`` have their states on the host."""
+        return device.type != "cpu"
+
+    def _kernels(self) -> Kernels:
+        if self._kernels_on_host is None:
+            self._kernels_on_host = host_kernels()
+        return self._kernels_on_host
+
+    def _is_compact(self, p: torch.nn.Parameter) -> bool:
+        if not self._offloads(p.device) or p.dtype != torch.bfloat16:
+            return super()._is_compact(p)
+        return self._kernels().has_compact_adam if self.compact_master is None else self.compact_master
+
+    def _state_device(self, p: torch.nn.Parameter) -> torch.device:
+        return CPU if self._offloads(p.device) else p.device
+
+    def _state_of(self, p: torch.nn.Parameter) -> State:
+        if not self._offloads(p.device):
+            return super()._state_of(p)
+        state: State = self.state[p]
+        self._shard_of(p).adopt(p, state)
+        return state
+
+    def _weight_for(self, remainder: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+        shard = self._shards.get(p)
+        if shard is None or shard.views[p].get(REMAINDER) is not remainder:
+            return super()._weight_for(remainder, p)
+        shard.refresh([p])
+        return shard.views[p]["weight"]
+
+    def _shard_of(self, p: torch.nn.Parameter) -> HostShard:
+        if p not in self._shards:
+            # A parameter that is in a shard has its state there.
+            others = [q for group in self.param_groups for q in group["params"] if q not in self._shards]
+            shard = HostShard(lying_together(p, others), is_compact=self._is_compact(p))
+            self._shards.update(dict.fromkeys(shard.params, shard))
+        return self._shards[p]
+
+    def _updates(self) -> list[OwnerUpdates]:
+        moved = [shard for shard in dict.fromkeys(self._shards.values()) if shard.has_moved()]
+        if moved:  # their states go on as plain tensors
+            self._shards = {p: shard for p, shard in self._shards.items() if shard not in moved}
+            self._plan = UpdatePlan()
+        return super()._updates()
+
+    def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        self._deltas = Deltas() if self.record_delta else None
+        super()._run([u for u in plan if not self._offloads(u.device)], divisor, skip)
+        if self._offloaded_plan is not plan:
+            self._divide_into_chunks([u for u in plan if self._offloads(u.device)])
+            self._offloaded_plan = plan
+        if vars(self).get("grad_scale", 1) is None:
+            # GradScaler.unscale_() was called, which torch does not count as a change of the gradients.
+            self._gradient_copies.clear()
+        if self._offloaded:
+            self._run_on_host(divisor, skip)
+        self._gradient_copies.clear()
+
+    def _divide_into_chunks(self, plan: Sequence[OwnerUpdates]) -> None:
+        self._offloaded = []
+        for of_owner in plan:
+            # What has no owner lies alone: each update by itself.
+            parts = [of_owner] if of_owner.owner is not None else [OwnerUpdates(None, [u]) for u in of_owner.updates]
+            for part in parts:
+                shards = dict.fromkeys(self._shard_of(p) for update in part.updates for p in update.params)
+                chunks = [ShardChunks(shard, part.updates, self.chunk) for shard in shards]
+                self._offloaded.append((part, chunks))
+        # Those that step() waits for come first; the others in the order in which the forward pass needs them.
+        self._offloaded.sort(key=lambda entry: entry[0].overlaps_forward)
+        self._gradient_copies = GradientCopies()
+        for part, chunks in self._offloaded:
+            owner = part.owner
+            if owner is not None and len(chunks) == 1:
+                owner.watch_reductions(_copy_when_reduced(weakref.ref(self), weakref.ref(chunks[0])))
+
+    def _run_on_host(self, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        scale = HostNumber(divisor) if isinstance(divisor, torch.Tensor) else divisor
+        flag = None if skip is None else HostNumber(skip)
+        for device in dict.fromkeys(part.device for part, _ in self._offloaded):
+            self._copies_for(device).begin()
+        updates = [self._prepare(part, chunks) for part, chunks in self._offloaded]
+        self._under_way = updates
+        kernels, deltas = self._kernels(), self._deltas
+        try:
+            worker.submit(lambda: run_all(updates, flag, scale, kernels, deltas))
+        except BaseException as error:  # nobody else will say that they are over
+            for update in updates:
+                update.end(error)
+            raise
+        for (part, chunks), update in zip(self._offloaded, updates, strict=True):
+            self._tell_owner(part, chunks, update)
+
+    def _prepare(self, part: OwnerUpdates, chunks: Sequence[ShardChunks]) -> HostUpdate:
+        copies = self._copies_for(part.device)
+        for c in chunks:
+            c.shard.refresh(c.params)
+        gradients = [self._gradient_copies.take(c, copies) for c in chunks]
+        settings = {id(update): update.settings(update.count_step()) for update in part.updates}
+        held = [update for update in part.updates if settings[id(update)]["hold"]]
+        for update in part.updates:
+            if update not in held:  # what is written later has no version counter of its own
+                torch.autograd.graph.increment_version(update.params)
+        for c in chunks:
+            c.shard.note_versions(c.params)
+        weights = [pair for c in chunks for pair in c.stepped_weights(held)]
+        return HostUpdate(gradients, settings, weights, copies)
+
+    def _tell_owner(self, part: OwnerUpdates, chunks: Sequence[ShardChunks], update: HostUpdate) -> None:
+        owner, overlaps = part.owner, part.overlaps_forward
+        if not overlaps:
+            update.wait()
+        if owner is not None and overlaps:
+            owner.note_update(update, [p.grad for c in chunks for p in c.params])
+        elif owner is not None:
+            owner.note_update()
+
+    def _update(self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        deltas = self._deltas
+        if deltas is None or (skip is not None and bool(skip)):
+            super()._update(of_owner, divisor, skip)
+            return
+        updates = of_owner.updates
+        before = [
+            copied_masters(u.params, [state.get(REMAINDER, state.get(MASTER)) for state in u.states]) for u in updates
+        ]
+        super()._update(of_owner, divisor, skip)
+        for u, masters in zip(updates, before, strict=True):
+            means, squares = ([state[key] for state in u.states] for key in ("exp_avg", "exp_avg_sq"))
+            deltas.add(masters, means, squares, u.params, u.settings(u.states[0]["step"]))
+
+    def _delta(self) -> tuple[float, float]:
+        if not self.record_delta:
+            raise ValueError("Nothing was recorded. Make the optimizer with record_delta=True.")
+        self.wait()
+        device = device_of(p for group in self.param_groups for p in group["params"])
+        return (self._deltas or Deltas()).mean_and_variance(device)
+
+    def _copies_for(self, device: torch.device) -> Copies:
+        if device not in self._copies:
+            self._copies[device] = CudaCopies(device) if device.type == "cuda" else Copies()
+        return self._copies[device]
+
+
+def _copy_when_reduced(
+    optimizer: weakref.ref[AdamOffloadOptimizer], chunks: weakref.ref[ShardChunks]
+) -> ReductionWatcher:
+    """Return a watcher that starts copying the gradients of ``chunks``, as long as both are there."""
+
+    def watcher(flat: torch.Tensor, done: Mark) -> None:
+        found, its_chunks = optimizer(), chunks()
+        if found is None or its_chunks is None:
+            return
+        for update in found._under_way:
+            update.is_over.wait()  # the host may read the gradients of the last step still
+        copies = found._copies_for(its_chunks.shard.device)
+        found._gradient_copies.start(its_chunks, flat, done, copies)
+
+    return watcher

@@ -1,0 +1,1 @@
+"""Optimizer state for checkpoints: whole tensors by parameter name, or the parts of one rank."""

@@ -1,0 +1,241 @@
+"""Optimizer state as logical tensors by parameter name: independent of the ranks that hold its parts.
+
+The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard is stored whole, in the
+parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number); every other
+value is that of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.errors import CheckpointError
+from bmt_core.params.parameter import DistributedParameter
+from bmt_optim.current_run import world
+from bmt_optim.managed_optimizer import ManagedOptimizer
+
+Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Parameter]
+State = dict[str, dict[str, Any]]
+
+
+def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
+    """Return ``{"parameters": ..., "groups": ...}``: what :func:`gather` returns, and the groups' options. Collective."""
+    groups = [[_options(g) for g in optimizer.param_groups] for optimizer in optimizers]
+    return {"parameters": gather(optimizers, named_parameters), "groups": groups}
+
+
+def load_logical_state(
+    optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
+) -> None:
+    """Take over what :func:`logical_state` returned. Collective."""
+    with together(world(), "loading the optimizer state"):
+        found = [len(groups) for groups in state["groups"]]
+        expected = [len(optimizer.param_groups) for optimizer in optimizers]
+        if found != expected:
+            raise CheckpointError(
+                f"The state has {found} parameter groups per optimizer, and here there are {expected}."
+            )
+    scatter(optimizers, named_parameters, state["parameters"])
+    for optimizer, groups in zip(optimizers, state["groups"], strict=True):
+        for target, saved in zip(optimizer.param_groups, groups, strict=True):
+            target.update(saved)
+
+
+def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> State:
+    """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective."""
+    parameters = _managed_parameters(optimizers, named_parameters)
+    is_first = world().rank == 0
+    whole: State = {}
+    for name, infos in _agree_on_values(parameters).items():
+        parameter = parameters[name]
+        state = parameter.state
+        entry: dict[str, Any] = {}
+        for key, info in infos.items():
+            if info.is_sharded:
+                empty = torch.empty(0, dtype=info.dtype, device=parameter.p.device)
+                found: Any = parameter.whole(state.get(key, empty))
+            else:
+                found = state.get(key) if info.small is None else info.small
+            if is_first:
+                entry[key] = _to_host(found)
+        whole[name] = entry
+    return whole if is_first else {}
+
+
+def scatter(
+    optimizers: Sequence[ManagedOptimizer],
+    named_parameters: Named | None,
+    state: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective."""
+    parameters = _managed_parameters(optimizers, named_parameters)
+    group = world()
+    given = all_gather_object(bool(state) or not parameters, group)
+    is_on_all_ranks = all(given)
+    if not given[0]:  # which every rank sees
+        raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
+    infos = {
+        name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in values.items()} for name, values in state.items()
+    }
+    if not is_on_all_ranks:
+        infos = broadcast_object(infos, group)
+    with together(group, "loading the optimizer state"):
+        _check(parameters, infos)
+    for name, parameter in parameters.items():
+        new: dict[str, Any] = {}
+        for key, info in infos[name].items():
+            if info.shape is None or (info.small is not None and info.shape != parameter.shape):
+                new[key] = parameter.number(key, info.small)
+            elif is_on_all_ranks:
+                new[key] = parameter.part(state[name][key])
+            else:
+                source = state[name][key] if group.rank == 0 else None
+                new[key] = parameter.part(_broadcast(info, source, parameter.p.device))
+        parameter.optimizer.load_portable_state(parameter.p, new)
+
+
+@dataclass(frozen=True)
+class _ManagedParameter:
+    """A parameter, its optimizer, and the optimizer's group that it is in."""
+
+    p: torch.nn.Parameter
+    optimizer: ManagedOptimizer
+    group: dict[str, Any]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.optimizer.portable_state(self.p)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole parameter, never without dimensions."""
+        p = self.p
+        shape = p.whole_shape if isinstance(p, DistributedParameter) else p.shape
+        return shape or torch.Size((1,))
+
+    def is_sharded(self, value: Any) -> bool:
+        """Whether ``value`` is laid out like the parameter's shard, as far as this rank can see."""
+        p = self.p
+        return isinstance(p, DistributedParameter) and isinstance(value, torch.Tensor) and value.shape == p.shape
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor that ``part`` is this rank's part of. Collective."""
+        p = self.p
+        assert isinstance(p, DistributedParameter)
+        return p.gather_all_like(part.to(p.device)).reshape(self.shape)  # states may live on the host
+
+    def part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's part of a whole tensor, where the parameter is."""
+        p = self.p
+        if isinstance(p, DistributedParameter):
+            full = p.local_part(p.own_slice(full.reshape(p.whole_shape)))
+        return full.detach().to(p.device, copy=True).contiguous()
+
+    def number(self, key: str, value: Any) -> Any:
+        """Return a copy of ``value``, the same on all ranks, on the device where torch's optimizers expect it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        # torch keeps the count of steps on the host unless the step itself runs on the device.
+        is_on_device = key != "step" or self.group.get("capturable") or self.group.get("fused")
+        return value.detach().to(self.p.device if is_on_device else "cpu", copy=True)
+
+
+def _managed_parameters(
+    optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None
+) -> dict[str, _ManagedParameter]:
+    given = named_parameters.items() if isinstance(named_parameters, Mapping) else named_parameters
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, p in given or ():
+        names.setdefault(p, name)
+    parameters: dict[str, _ManagedParameter] = {}
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            own_names = group.get("param_names") or [f"{i}.{j}.{k}" for k in range(len(group["params"]))]
+            for p, own_name in zip(group["params"], own_names, strict=True):
+                if given is not None and p not in names:
+                    raise CheckpointError(
+                        f"Parameter {own_name} of optimizer {i}, of shape {tuple(p.shape)}, is not among the named"
+                        " parameters. Pass those of the whole model."
+                    )
+                parameters[names.get(p, own_name)] = _ManagedParameter(p, optimizer, group)
+    return parameters
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+@dataclass(frozen=True)
+class _ValueInfo:
+    """What a rank tells the others about one value of a parameter's state: a small one travels along."""
+
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    is_sharded: bool
+    small: Any
+
+    @classmethod
+    def of(cls, value: Any, *, is_sharded: bool) -> _ValueInfo:
+        if not isinstance(value, torch.Tensor):
+            return cls(None, None, False, value)
+        small = value.detach().cpu() if value.numel() == 1 and not is_sharded else None
+        return cls(value.shape, value.dtype, is_sharded, small)
+
+
+def _agree_on_values(parameters: Mapping[str, _ManagedParameter]) -> dict[str, dict[str, _ValueInfo]]:
+    """Return for every name what its state consists of, the same on all ranks, in the order of rank 0. Collective.
+
+    A rank whose shard is empty may have no state; what is laid out like the shard is so on every rank that has it.
+    """
+    own = {
+        name: {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()}
+        for name, parameter in parameters.items()
+    }
+    reports = all_gather_object(own, world())
+    for rank, report in enumerate(reports):
+        if report.keys() != own.keys():
+            odd = sorted(report.keys() ^ own.keys())[0]
+            raise CheckpointError(f"Parameter {odd!r} is in an optimizer of this rank or of rank {rank}, not of both.")
+    agreed: dict[str, dict[str, _ValueInfo]] = {name: {} for name in reports[0]}
+    for report in reports:
+        for name, infos in report.items():
+            for key, info in infos.items():
+                first = agreed[name].setdefault(key, info)
+                if first.is_sharded and not info.is_sharded:
+                    agreed[name][key] = info
+    return agreed
+
+
+def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapping[str, _ValueInfo]]) -> None:
+    missing = [name for name in parameters if name not in infos]
+    if missing:
+        raise CheckpointError(
+            f"The optimizer state has nothing about {len(missing)} of {len(parameters)} parameters, the first is {missing[0]!r}."
+        )
+    for name, parameter in parameters.items():
+        if not isinstance(parameter.p, DistributedParameter):
+            continue
+        for key, info in infos[name].items():
+            if info.shape is not None and info.small is None and info.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{key} of {name!r} has shape {tuple(info.shape)}, and the parameter here has {tuple(parameter.shape)}."
+                )
+
+
+def _broadcast(info: _ValueInfo, source: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    assert info.shape is not None
+    buffer = torch.empty(info.shape, dtype=info.dtype, device=device)
+    if world().rank == 0:
+        assert source is not None
+        buffer.copy_(source)
+    world().broadcast(buffer).wait()
+    return buffer
+
+
+def _to_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,148 @@
+"""``RootGroup``: parameters outside of all Blocks, which are gathered in one all-gather when the outermost module is called.
+
+[Note: gradients that are missing] A parameter that took no part in the loss has no gradient in plain torch, on one rank or
+many. But what takes part may depend on a rank's data, and an optimizer must not step a part here and leave it there. So
+each rank sends along, per parameter, whether it has a gradient. Only where the own one is missing the host has to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.uninitialized import has_values
+from bmt_core.run.runtime import current
+from bmt_core.torch_internals import accumulates, when_backward_ends
+from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.schedule.sharded_group import ShardedGroup
+from bmt_zero.sharding.rank_major_group import RankMajorGroup
+
+
+class RootGroup(ShardedGroup):
+    """``parameters`` of one dtype, sharded over the same ranks, which calls of an outermost module read."""
+
+    group: RankMajorGroup
+
+    def __init__(self, parameters: Sequence[DistributedParameter], in_flight: ReductionsInFlight) -> None:
+        reduce_dtype = current().settings.reduce_dtype
+        super().__init__(
+            RankMajorGroup(parameters), level=3, reduce_dtype=reduce_dtype, name="root", in_flight=in_flight
+        )
+        self.parameters = self.group.parameters
+        self.call: RootCall | None = None
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`bmt_core.params.owner.ParameterOwner`."""
+        if self.call is None or self.data.is_memory_replaced or not has_values(parameter):
+            return None
+        return self.call.read(parameter)
+
+    def reduce_whole(
+        self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """Reduce ``grads``, of which ``wanted`` are; return those that autograd is to have, and not ``.grad``. Collective."""
+        taking = [want and accumulates(p) for want, p in zip(wanted, self.parameters, strict=True)]
+        is_taking = True in taking
+        wanted = taking if is_taking else wanted
+        grads = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+        is_missing = any(want and grad is None for want, grad in zip(wanted, grads, strict=True))
+        self.reducer.in_flight.make_room()
+        full, gradient_sum = self.group.rows_of(grads, self.reducer.wire_dtype), self.reducer.sum
+        if is_taking and not is_missing and not self.group.is_hooked:
+            self.reduce(full, wanted)
+        else:
+            reduced = self.reduce_now(full)
+            if is_missing:  # see [Note: gradients that are missing]
+                present = self.group.present(reduced)
+                wanted = [want and there for want, there in zip(wanted, present, strict=True)]
+            if not is_taking:
+                return gradient_sum.rounded(reduced, wanted)
+            if self.group.is_hooked:
+                return gradient_sum.seen_by_hooks(reduced, wanted)
+            gradient_sum.take_now(reduced, wanted)
+        when_backward_ends(self._finish)
+        return [None] * len(grads)
+
+    def _finish(self) -> None:
+        self.reducer.sum.finish()
+        self.reducer.in_flight.wait()
+
+
+class RootCall:
+    """One call of an outermost module, for which ``groups`` are gathered, and its backward. Making it is collective.
+
+    All groups are one node of the graph: its backward runs on every rank where any of the parameters has taken part.
+    """
+
+    def __init__(self, groups: Sequence[RootGroup]) -> None:
+        self.groups = groups
+        self._mode = _mode()
+        self._versions = {id(p): p._version for group in groups for p in group.parameters}
+        self._was_read: set[int] = set()
+        self._wholes: dict[int, torch.Tensor] = {}
+        for group in groups:
+            group.call = self
+            group.reducer.forget_cleared()
+            group.look_for_changes()
+            group.start_gather()
+
+    def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole ``parameter``; None if it was changed since, or torch's mode is another one by now."""
+        key = id(parameter)
+        if self._mode != _mode() or self._versions[key] != parameter._version:
+            return None
+        if not self._wholes:
+            if any(group.call is not self for group in self.groups):  # used up by another call inside of this one
+                return None
+            parameters = [p for group in self.groups for p in group.parameters]
+            wholes = _Gather.apply(self.groups, self._was_read, *parameters)  # type: ignore[no-untyped-call]
+            self._wholes = {id(p): whole for p, whole in zip(parameters, wholes, strict=True)}
+        self._was_read.add(key)
+        return self._wholes[key]
+
+    def end(self) -> None:
+        """The call is over: free what it has not read."""
+        self._wholes = {}
+        for group in self.groups:
+            if group.call is self:
+                group.call = None
+                group.wait()
+                group.free_unless_held()
+
+
+class _Gather(torch.autograd.Function):
+    """(groups, what will have been read, parts…) -> whole parameters…"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, groups: Sequence[RootGroup], was_read: Container[int], *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.groups, ctx.was_read = groups, was_read
+        wholes: list[torch.Tensor] = []
+        for group in groups:
+            group.wait()
+            wholes += group.views()
+            group.free_unless_held()
+        ctx.mark_non_differentiable(*[whole for whole, p in zip(wholes, parts, strict=True) if not p.requires_grad])
+        return tuple(wholes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needed = ctx.needs_input_grad[2:]
+        results: list[torch.Tensor | None] = []
+        for group in ctx.groups:
+            own = slice(len(results), len(results) + len(group.parameters))
+            pairs = zip(needed[own], group.parameters, strict=True)
+            wanted = [need and id(p) in ctx.was_read for need, p in pairs]
+            results += group.reduce_whole(grads[own], wanted) if True in wanted else [None] * len(wanted)
+        return None, None, *results
+
+
+def _mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()

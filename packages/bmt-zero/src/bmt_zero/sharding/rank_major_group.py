@@ -1,0 +1,61 @@
+"""``RankMajorGroup``: parameters that are each sharded by itself, whose parts on one rank lie back to back.
+
+An optimizer may know the parts before the group is made, so which elements a rank has stays as it was: only their memory
+moves. What is gathered has one row for each rank, and whole parameters and gradients are copied out of and into the rows: with
+embeddings and a head in mind, large tensors and few, once per step. A row ends with one element for each parameter, which
+says of gradients whether the rank has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bmt_core.params.parameter import DistributedParameter, lend_data
+from bmt_zero.sharding.flat_layout import flat_layout
+from bmt_zero.sharding.parameter_group import ParameterGroup
+
+
+class RankMajorGroup(ParameterGroup):
+    """``parameters`` of one dtype that are sharded over the same ranks; several, and none has all."""
+
+    def __init__(self, parameters: Sequence[DistributedParameter]) -> None:
+        super().__init__(parameters, ranks=parameters[0].group, replicated=False, device=parameters[0].device)
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the whole parameters that were gathered into ``flat``, in memory of their own."""
+        rows = flat.view(self.ranks.size, -1)
+        places = zip(self.parameters, self._starts, self._longest, strict=True)
+        parts = [(p, rows[:, start : start + longest].contiguous().view(-1)) for p, start, longest in places]
+        return [parameter._shard.joined(padded) for parameter, padded in parts]
+
+    def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Return whole gradients as they are reduced: rows of their parts, zero where there is none, and which are there."""
+        flat = torch.zeros(self.total, dtype=dtype, device=self.device)
+        rows = flat.view(self.ranks.size, -1)
+        for number, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            if grad is not None:
+                start = self._starts[number]
+                places = rows[:, start : start + self._longest[number]]
+                parameter._shard.spread(grad.to_dense() if grad.is_sparse else grad, places)
+                rows[:, self._flags + number] = 1
+        return flat
+
+    def present(self, reduced: torch.Tensor) -> list[bool]:
+        """Return which gradients any rank had, of those whose sum is ``reduced``. The host waits for the device."""
+        return [number != 0 for number in reduced[self._flags :][: len(self.parameters)].tolist()]
+
+    def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
+        numels = [parameter.numel() for parameter in parameters]
+        self._longest = [parameter._shard.longest for parameter in parameters]  # type: ignore[attr-defined]
+        row = flat_layout([*self._longest, len(numels)], self.dtype.itemsize, ranks=1)
+        *self._starts, self._flags = row.offsets
+        pieces, indices = replace(row, numels=(*numels, len(numels))).pieces()  # own parts may be shorter
+        return pieces, indices[:-1]
+
+    def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
+        assert isinstance(parameter, DistributedParameter)
+        lend_data(parameter, place.copy_(parameter.data))
+        return parameter
