@@ -123,27 +123,6 @@ def sharded(
     return train(model, steps, my_part, **kwargs)
 
 
-def compiled(level: int | None, use_checkpoint: bool) -> dict[str, Any]:
-    """Three layers trained for two steps; ``level`` None: plain torch."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [
-        nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6)) for _ in range(3)
-    ]
-    if level is not None:
-        layers = [Block(layer, use_checkpoint, level, compile=True) for layer in layers]
-    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        h = torch.linspace(-1, 1, 24).view(4, 6) + step
-        for layer in layers:
-            h = h + layer(h)
-        (h.square().mean() / runtime.world_size()).backward()
-        optimizer.step()
-    return {
-        f"{i}.{name}": value.clone() for i, layer in enumerate(layers) for name, value in layer.state_dict().items()
-    }
-
-
 class Product(torch.autograd.Function):
     """``x @ weight``, of a weight that is given."""
 

@@ -1,0 +1,128 @@
+"""Everything that is handed to a lane is kept, and waited for, as CUDA's streams need it: found out on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lane_trainings import Sharded, Values, cases, compare, plain, train
+from random_trainings import ShardedTraining, draw
+from stream_order import PrivateBackend, ordered
+from torch import nn
+
+from bmt_core.run.lanes import Lane
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_zero import Block
+
+INIT = {"comm_backend": PrivateBackend}
+IN_TORCH = {"BMT_KERNELS": "reference"}  # compiled kernels would read and write out of sight
+
+
+def trainings(level: int, recomputes: bool) -> list[tuple[Values, list[str], int]]:
+    found = []
+    for case in cases(level, recomputes):
+        with ordered() as order:
+            model = Sharded(case)
+            found.append((train(model, case), order.mistakes, order.uses))
+    return found
+
+
+KINDS = [*itertools.product((0, 1, 2, 3), (False, True), (None,)), (3, False, 0), (2, True, 10**9)]
+
+
+@pytest.mark.parametrize(("level", "recomputes", "prefetch_bytes"), KINDS)
+def test_what_lanes_use_is_kept_and_waited_for(level: int, recomputes: bool, prefetch_bytes: int | None) -> None:
+    (expected,) = run_ranks(plain, 1)
+    init = {**INIT, "prefetch_bytes": prefetch_bytes}
+    ranks = run_ranks(trainings, 2, level, recomputes, init=init, env=IN_TORCH, timeout=120)
+    for case, *found in zip(cases(level, recomputes), *ranks, strict=True):
+        compare(expected, [values for values, _, _ in found], case)
+        for _, mistakes, uses in found:
+            assert mistakes == [] and uses > 50, case
+
+
+def random_training(seed: int, folder: str) -> tuple[list[str], int]:
+    with ordered() as order:
+        training = ShardedTraining(draw(seed), folder)
+        training.run()
+    return order.mistakes, order.uses
+
+
+# Each takes an odd way to the lanes: skipped, repeated and failed steps, hooks, gradients that are asked for, several dtypes.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
+@pytest.mark.parametrize("seed", [60, 62, 63, 65, 66, 68, 73, 75, 76, 77])
+def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(seed: int, tmp_path: Path) -> None:
+    for mistakes, uses in run_ranks(random_training, 2, seed, str(tmp_path), init=INIT, env=IN_TORCH):
+        assert mistakes == [] and uses > 50
+
+
+def dropped_block() -> list[str]:
+    with ordered() as order:
+        block = Block(nn.Linear(4, 4), zero_level=1)
+        block(torch.ones(2, 4))
+        del block
+        order.look()
+    return order.mistakes
+
+
+@pytest.mark.xfail(strict=True, reason="the lane, whose memory it is, does not hear that the computation may still read it")
+def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read() -> None:
+    assert run_ranks(dropped_block, 2, init=INIT) == [[]] * 2
+
+
+def reduced(lane: Lane, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
+    lane.after(lane.here())
+    group = lane.group(current().world)
+    return lane.run(lambda: group.reduce_scatter(received, sent)).wait
+
+
+def by_hand(how: str) -> list[str]:
+    """Reduce a tensor in a lane, in one right way and in some that are wrong."""
+    with ordered() as order:
+        lane = current().lanes.reduce
+        sent, received = torch.ones(8) * 2, torch.empty(4)
+        if how == "without order":
+            sent = sent * 2
+            lane.run(lambda: lane.group(current().world).reduce_scatter(received, sent)).wait()
+        if how == "memory of the lane":
+            with lane.memory():
+                received = torch.empty(4)
+        wait = reduced(lane, sent, received)
+        if how == "freed":
+            sent = sent[:0].clone()
+        if how == "overwritten":
+            sent.zero_()
+        if how == "target freed":
+            received = received[:0].clone()
+        if how == "not waited for":
+            received.sum()
+        wait()
+        received.sum()
+        if how == "memory of the lane":
+            del received
+        order.look()
+    return order.mistakes
+
+
+@pytest.mark.parametrize(
+    ("how", "mistake"),
+    [
+        ("right", None),
+        ("freed", "reads what was made while (8,) torch.float32 made by mul of the computation is freed"),
+        ("overwritten", "reads what was made while the computation writes (8,) torch.float32 made by mul in zero_"),
+        ("target freed", "(4,) torch.float32 made by empty of the computation is freed, which does not wait for the reduce lane"),
+        ("not waited for", "the computation reads (4,) torch.float32 made by empty in sum, which does not wait for the reduce lane"),
+        ("without order", "the reduce lane reads (8,) torch.float32 made by mul in clone, which does not wait for the computation"),
+        ("memory of the lane", "(4,) torch.float32 made by empty of the reduce lane is freed, which does not wait for the computation"),
+    ],
+)
+def test_mistakes_with_a_lane_are_found(how: str, mistake: str | None) -> None:
+    for mistakes in run_ranks(by_hand, 2, how, init=INIT):
+        if mistake is None:
+            assert mistakes == []
+        else:
+            assert any(mistake in found for found in mistakes), mistakes

@@ -1,0 +1,95 @@
+"""Blocks whose forward is compiled: what they compute, and how often they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from compile_models import CompiledGpt, Training, from_new, gpt, graphs, result
+
+from bmt_core.testing import run_ranks
+
+STEPS = 3
+sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+
+
+def plain(layers: int) -> dict[str, Any]:
+    return result(Training(gpt(layers), sgd), STEPS)
+
+
+def compiled(layers: int, recomputes: bool, backend: str, limit: int) -> list[tuple[dict[str, Any], int]]:
+    """For each level, what came of it and how many graphs there are by then."""
+    found = []
+    with from_new(backend, limit) as kind:
+        for level in range(4):
+            model = CompiledGpt(gpt(layers, kind=kind), level, recomputes)
+            found.append((result(Training(model, sgd), STEPS), graphs()))
+    return found
+
+
+def compare(
+    world_size: int, *settings: Any, device: str = "cpu", backend: str = "inductor", limit: int = 8
+) -> list[Any]:
+    """Compare trainings of all levels with plain torch; return the numbers of graphs."""
+    layers, recomputes = settings
+    init = {"device": device}
+    (expected,) = run_ranks(plain, 1, layers, init=init)
+    ranks = run_ranks(compiled, world_size, layers, recomputes, backend, limit, init=init, timeout=300)
+    for trainings in zip(*ranks, strict=True):
+        for name, value in expected.items():
+            of_ranks = [training[name] for training, _ in trainings]
+            found = [sum(of_ranks)] if name.startswith("loss") else of_ranks
+            for one in found:
+                torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+    return [[count for _, count in trainings] for trainings in ranks]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_compiled_blocks_train_like_plain_torch_and_all_levels_share_a_graph(recomputes: bool) -> None:
+    assert compare(2, 2, recomputes) == [[1] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    "recomputes",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.xfail(strict=True, reason="what backward recomputes finds shards in the modules")
+        ),
+    ],
+)
+def test_blocks_that_the_compiler_gives_up_train_like_plain_torch(recomputes: bool) -> None:
+    assert compare(2, 2, recomputes, backend="aot_eager", limit=0) == [[0] * 4] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_on_gpus_compiled_blocks_train_like_plain_torch(recomputes: bool) -> None:
+    size = min(torch.cuda.device_count(), 2)
+    assert compare(size, 4, recomputes, device="cuda") == [[1] * 4] * size
+
+
+def counted(recomputes: bool) -> list[list[int]]:
+    """For each level, how many graphs there are after steps, calls without gradients, and steps with other lengths."""
+    found = []
+    with from_new("aot_eager") as kind:
+        for level in range(4):
+            training = Training(CompiledGpt(gpt(10, kind=kind), level, recomputes), sgd)
+            calls: list[Callable[[], Any]] = [partial(training.step, number) for number in range(3)]
+            calls += [partial(training.look, evaluates=evaluates) for evaluates in (False, True)]
+            calls += [partial(training.step, 0, length) for length in (8, 10, 12)]
+            found.append([])
+            for call in calls:
+                call()
+                found[-1].append(graphs())
+    return found
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_ten_blocks_of_any_level_are_compiled_once(recomputes: bool) -> None:
+    # Once more for calls without gradients, and once for lengths that vary.
+    for found in run_ranks(counted, 2, recomputes, timeout=120):
+        assert found == [[1, 1, 1, 2, 2, 2, 3, 3], *[[3] * 8] * 3]
