@@ -114,7 +114,9 @@ def train(model: nn.Module, case: Case | None) -> Values:
                 loss.backward()
             found.append((f"loss {micro} of step {step}", loss.detach()))
         if step + 1 == STEPS:
-            found += [(f"gradient of {n}", g) for n, p in model.named_parameters() if (g := full_gradient(p)) is not None]
+            found += [
+                (f"gradient of {n}", g) for n, p in model.named_parameters() if (g := full_gradient(p)) is not None
+            ]
         for updater in updaters:
             updater.step()
         if step == 0:

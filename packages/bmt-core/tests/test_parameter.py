@@ -171,8 +171,9 @@ def counted_reads() -> tuple[int, int]:
     return calls["all_gather"], calls["reduce_scatter"]
 
 
-def test_one_gather_and_one_reduce_per_forward_however_often_it_is_read() -> None:
-    assert run_ranks(counted_reads, 2) == [(1, 1)] * 2  # weight and bias together
+def test_one_gather_and_one_reduce_of_each_parameter_per_forward_however_often_it_is_read() -> None:
+    # Two parameters, each by itself: without bmt-zero nothing gathers them together.
+    assert run_ranks(counted_reads, 2) == [(2, 2)] * 2
 
 
 def loaded() -> None:

@@ -131,10 +131,11 @@ def test_transforms_are_seen() -> None:
     assert found == [True] and not internals.are_transforms_active()
 
 
-def test_the_profiler_is_seen() -> None:
-    with torch.profiler.profile():
-        assert internals.is_profiling()
-    assert not internals.is_profiling()
+def test_names_are_seen_in_a_trace() -> None:
+    with torch.profiler.profile() as profile, internals.named_in_trace("of ours"):
+        torch.ones(2).sum()
+    assert "of ours" in [event.key for event in profile.key_averages()]
+    assert not isinstance(internals.named_in_trace("of ours"), torch.profiler.record_function)
 
 
 def test_expanded_tensors_overlap() -> None:

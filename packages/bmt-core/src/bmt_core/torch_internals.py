@@ -7,6 +7,7 @@ Functions of torch stand here as they are where they are called once per block a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -74,9 +75,9 @@ def are_transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def is_profiling() -> bool:
-    """Whether torch's profiler records, so that names given to ranges of work are seen."""
-    return torch.autograd.profiler._is_profiler_enabled
+def named_in_trace(text: str) -> AbstractContextManager[object]:
+    """Show ``text`` in a trace of torch's profiler as the name of what happens inside; without a profiler it costs nothing."""
+    return torch.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
 def has_internal_overlap(tensor: torch.Tensor) -> bool:

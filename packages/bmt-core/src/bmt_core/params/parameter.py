@@ -29,10 +29,17 @@ from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_u
 from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
 from bmt_core.run.locality import Locality, check_locality
 from bmt_core.run.runtime import current
-from bmt_core.torch_internals import accumulates
+from bmt_core.torch_internals import (
+    accumulates,
+    has_gradient_hooks,
+    make_subclass,
+    set_data,
+    storage_key,
+    swap_memory,
+    when_backward_ends,
+)
 
 InitMethod = Callable[[torch.Tensor], Any]
-_torch_data: Any = torch._C.TensorBase.__dict__["data"]
 
 
 class DistributedParameter(OldParameterNames, torch.nn.Parameter):
@@ -79,7 +86,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
         checked = _made_local(checked, _own_along.get())
         shard = whole_tensor_shard(data.shape, _checked_group(group, local_axes_of(checked)))
-        self = torch.Tensor._make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
+        self: DistributedParameter = make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
         self._set_place(shard, init_method, checked)
         if not has_values(data):
             mark_uninitialized(self)
@@ -204,10 +211,9 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         # The storage, not the address: every rank must notice, also one whose part is empty and has no address.
-        storage = self.untyped_storage()
-        before = storage._cdata, self.storage_offset(), self.dtype, self.shape
-        _torch_data.__set__(self, value)
-        if before == (self.untyped_storage()._cdata, self.storage_offset(), self.dtype, self.shape):
+        before = storage_key(self), self.storage_offset(), self.dtype, self.shape
+        set_data(self, value)
+        if before == (storage_key(self), self.storage_offset(), self.dtype, self.shape):
             return
         owner = owner_of(self)
         if owner is not None:
@@ -222,7 +228,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
             self._wait_for_updates()
-            copied = torch.Tensor._make_subclass(type(self), self.detach().clone(), self.requires_grad)
+            copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
             copied._set_place(self._shard, self._init_method, self.locality)
             copied._set_history(self._history())
             if self.grad is not None:
@@ -355,16 +361,14 @@ def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Te
 
 def lend_data(parameter: DistributedParameter, data: torch.Tensor) -> None:
     """Give ``parameter`` other data for a while, of any shape. Its owner is not told: give it its part back."""
-    _torch_data.__set__(parameter, data)
+    set_data(parameter, data)
 
 
 def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
     # torch gives a tensor no data of another kind, but two of them can change places under the objects that people hold.
     # Not by torch.utils.swap_tensors: it refuses a parameter with weak references, as nn.LSTM has to its own.
     other = torch.nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    torch._C._swap_tensor_impl(parameter, other)
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+    swap_memory(parameter, other)
 
 
 def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
@@ -372,10 +376,10 @@ def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Te
     gradient = parameter._gradient_sum()
     if not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if has_gradient_hooks([parameter]):
         return gradient.seen_by_hooks(reduced, [True])[0]
     gradient.take_now(reduced, [True])
-    torch.autograd.Variable._execution_engine.queue_callback(gradient.finish)
+    when_backward_ends(gradient.finish)
     return None
 
 
@@ -389,7 +393,7 @@ class _Gather(torch.autograd.Function):
             return full.detach()
         full = parameter._shard.assemble(part.detach())
         # With one rank it would be the part itself: a write to a gathered tensor must not depend on the number of ranks.
-        return full.clone() if full.untyped_storage()._cdata == part.untyped_storage()._cdata else full
+        return full.clone() if storage_key(full) == storage_key(part) else full
 
     @staticmethod
     @once_differentiable
@@ -410,7 +414,7 @@ def _rebuild(
 ) -> DistributedParameter:
     shape, ranges, ranks, replicated = place
     shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)
-    parameter = torch.Tensor._make_subclass(DistributedParameter, part, requires_grad)
+    parameter: DistributedParameter = make_subclass(DistributedParameter, part, requires_grad)
     parameter._set_place(shard, init_method, locality)
     parameter._set_history(history)
     return parameter

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from bmt_core.ops import Kernels
 from bmt_core.run.runtime import is_initialized, rank
+from bmt_core.torch_internals import named_in_trace
 from bmt_optim.offload.chunks import KernelCall, Pair
 from bmt_optim.offload.copies import Copied, Copies, HostNumber
 from bmt_optim.offload.deltas import Deltas, copied_masters
@@ -72,7 +72,7 @@ class HostUpdate:
 
     def run(self, scale: float | torch.Tensor, kernels: Kernels, deltas: Deltas | None) -> None:
         """Step chunk after chunk as its gradients arrive, and copy the weights to the device. In the worker's thread."""
-        with _named("host step"):
+        with named_in_trace("host step"):
             for gradient in self._gradients:
                 clip = None if gradient.factor is None else gradient.factor.read()
                 for chunk, copied in zip(gradient.chunks, gradient.copied, strict=True):
@@ -119,8 +119,3 @@ def _step(call: KernelCall, settings: dict[str, Any], kernels: Kernels, deltas: 
     kernels.adam_step(call.params, call.grads, call.exp_avgs, call.exp_avg_sqs, call.masters, **settings)
     if deltas is not None and before is not None:
         deltas.add(before, call.exp_avgs, call.exp_avg_sqs, call.parameters, settings)
-
-
-def _named(text: str) -> AbstractContextManager[object]:
-    """Show ``text`` in a trace of torch's profiler as the name of what happens inside."""
-    return torch.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else nullcontext()

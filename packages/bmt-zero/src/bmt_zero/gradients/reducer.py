@@ -13,10 +13,10 @@ from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane
 from bmt_core.settings import ReduceDtype
+from bmt_core.torch_internals import named_in_trace
 from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.sharding.parameter_group import ParameterGroup
-from bmt_zero.sharding.unsharded_buffer import named
 
 
 class GradientReducer:
@@ -62,7 +62,7 @@ class GradientReducer:
         reduced = self._output_for(full, stays=self.sum.is_first and self._output_dtype(full) == self._group.dtype)
         then = self.sum.take(reduced, needed)
         self._lane.after(self._lane.here())
-        with named(f"reduce {self._name}"):
+        with named_in_trace(f"reduce {self._name}"):
             done = self._lane.run(lambda: self._start(reduced, full), then)
         self.in_flight.keep(self._name, full, done)
         self.sum.ready_at(done)

@@ -9,13 +9,12 @@ should complain about.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 
 import torch
 
 from bmt_core.run.lanes import Lane, Mark
-from bmt_core.torch_internals import is_profiling, storage_key
+from bmt_core.torch_internals import named_in_trace, storage_key
 from bmt_zero.sharding.gathered_memory import gathered_memory
 from bmt_zero.sharding.parameter_group import ParameterGroup
 
@@ -64,7 +63,7 @@ class UnshardedBuffer:
             with self._lane.memory():
                 self.tensor.untyped_storage().resize_(self._group.full_bytes)
             gathered_memory.change(self._group.full_bytes)
-        with named(f"gather {name}"):
+        with named_in_trace(f"gather {name}"):
             self._arrival = self._lane.run(lambda: self._group.ranks.all_gather(self._writer, self._group.shard))
         self.state = BufferState.IN_FLIGHT
 
@@ -114,8 +113,3 @@ class UnshardedBuffer:
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""
         return storage_key(tensor) == storage_key(self.tensor)
-
-
-def named(text: str) -> AbstractContextManager[object]:
-    """Show ``text`` in a trace of torch's profiler as the name of what happens inside."""
-    return torch.profiler.record_function(text) if is_profiling() else nullcontext()
