@@ -69,7 +69,9 @@ def dropped_block() -> list[str]:
     return order.mistakes
 
 
-@pytest.mark.xfail(strict=True, reason="the lane, whose memory it is, does not hear that the computation may still read it")
+@pytest.mark.xfail(
+    strict=True, reason="the lane, whose memory it is, does not hear that the computation may still read it"
+)
 def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read() -> None:
     assert run_ranks(dropped_block, 2, init=INIT) == [[]] * 2
 
@@ -114,10 +116,22 @@ def by_hand(how: str) -> list[str]:
         ("right", None),
         ("freed", "reads what was made while (8,) torch.float32 made by mul of the computation is freed"),
         ("overwritten", "reads what was made while the computation writes (8,) torch.float32 made by mul in zero_"),
-        ("target freed", "(4,) torch.float32 made by empty of the computation is freed, which does not wait for the reduce lane"),
-        ("not waited for", "the computation reads (4,) torch.float32 made by empty in sum, which does not wait for the reduce lane"),
-        ("without order", "the reduce lane reads (8,) torch.float32 made by mul in clone, which does not wait for the computation"),
-        ("memory of the lane", "(4,) torch.float32 made by empty of the reduce lane is freed, which does not wait for the computation"),
+        (
+            "target freed",
+            "(4,) torch.float32 made by empty of the computation is freed, which does not wait for the reduce lane",
+        ),
+        (
+            "not waited for",
+            "the computation reads (4,) torch.float32 made by empty in sum, which does not wait for the reduce lane",
+        ),
+        (
+            "without order",
+            "the reduce lane reads (8,) torch.float32 made by mul in clone, which does not wait for the computation",
+        ),
+        (
+            "memory of the lane",
+            "(4,) torch.float32 made by empty of the reduce lane is freed, which does not wait for the computation",
+        ),
     ],
 )
 def test_mistakes_with_a_lane_are_found(how: str, mistake: str | None) -> None:
