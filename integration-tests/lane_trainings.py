@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,4 +145,8 @@ def compare(expected: Values, ranks: list[Values], what: object) -> None:
         assert all(rank[number][0] == name for rank in ranks), (what, name)
         found = [rank[number][1] for rank in ranks]
         for one in [sum(found)] if name.startswith("loss") else found:
-            torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5, msg=lambda text: f"{what}: {name}: {text}")
+            torch.testing.assert_close(one, value, rtol=1e-4, atol=1e-5, msg=partial(_named, f"{what}: {name}"))
+
+
+def _named(name: str, text: str) -> str:
+    return f"{name}: {text}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -478,17 +478,24 @@ def run_sharded(plan: Plan, folder: str) -> Record:
     return ShardedTraining(plan, folder).run()
 
 
-def differences(plan: Plan, world_size: int, folder: str, device: str = "cpu") -> list[str]:
+def differences(
+    plan: Plan,
+    world_size: int,
+    folder: str,
+    device: str = "cpu",
+    run: Callable[..., Record] = run_sharded,
+    *arguments: Any,
+) -> list[str]:
     """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
 
-    ``folder`` is for checkpoints.
+    ``folder`` is for checkpoints. ``run(plan, folder, *arguments)`` is what ranks do.
     """
     expected = dict(Training(plan, world_size).run().values)
     # Norms, and so what is clipped, are float32 for any parameters.
     rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
     init = {"device": device, "prefetch_bytes": plan.prefetch_bytes}
     messages = []
-    for rank, record in enumerate(run_ranks(run_sharded, world_size, plan, folder, init=init)):
+    for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init)):
         found = dict(record.values)
         if list(found) != list(expected):
             messages.append(f"rank {rank}: not in both: {sorted(set(expected) ^ set(found))}")
