@@ -15,7 +15,7 @@ lane does at once what it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -285,9 +285,8 @@ class PrivateBackend(TorchBackend):
 
     name = "private"
 
-    def new_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
-        group = super().new_group(partition)
-        return group if group.size == 1 else PrivateGroup(group)
+    def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
+        return PrivateGroup(super().new_group(ranks, name))
 
 
 _orders: list[Order] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bmt_core import rank
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
@@ -170,3 +171,34 @@ def bytes_on_the_wire(dtype: torch.dtype) -> dict[str, int]:
 def test_gathers_and_reductions_carry_the_parameters_dtype(dtype: torch.dtype) -> None:
     for seen in run_ranks(bytes_on_the_wire, 2, dtype, init={"comm_backend": "recording"}):
         assert seen == {"all_gather": 65536 * dtype.itemsize, "reduce_scatter": 65536 * dtype.itemsize}
+
+
+def after_a_failure(level: int) -> list[tuple[str, int]]:
+    """Return the collectives of two steps after a backward pass that failed, and of which rank 0 keeps the graph."""
+    blocks = [Block(nn.Linear(8, 8), zero_level=level) for _ in range(4)]
+
+    def fail(grad: torch.Tensor) -> None:
+        raise InterruptedError
+
+    hidden = blocks[1](blocks[0](torch.ones(2, 8)))
+    hidden.register_hook(fail)
+    loss = blocks[3](blocks[2](hidden)).sum()
+    with pytest.raises(InterruptedError):
+        loss.backward()
+    kept = (loss, hidden) if rank() == 0 else None
+    del loss, hidden
+    bmt_recording.clear()
+    for _ in range(2):
+        x = torch.ones(2, 8)
+        for number in (2, 0, 1, 0, 3):
+            x = blocks[number](x)
+        x.sum().backward()
+    del kept
+    return [(call.op, call.bytes) for call in bmt_recording.calls]
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_failed_graph_that_one_rank_keeps_changes_no_collective(level: int) -> None:
+    init = {"comm_backend": "recording", "prefetch_bytes": 0, "timeout": 20}
+    first, second = run_ranks(after_a_failure, 2, level, init=init)
+    assert first == second and len(first) > 8

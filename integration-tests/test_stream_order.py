@@ -69,9 +69,6 @@ def dropped_block() -> list[str]:
     return order.mistakes
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the lane, whose memory it is, does not hear that the computation may still read it"
-)
 def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read() -> None:
     assert run_ranks(dropped_block, 2, init=INIT) == [[]] * 2
 

@@ -96,7 +96,7 @@ def test_nccl_is_what_is_loaded_then_what_lies_beside_torch_then_what_the_loader
     beside = tmp_path / "nvidia" / "nccl" / "lib" / NAME
     beside.parent.mkdir(parents=True)
     beside.touch()
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(torch.version, "__file__", str(tmp_path / "torch" / "version.py"))
     found = list(candidates())
     assert found[:2] == [(NAME, True), (str(beside), False)] and found[-1] == (NAME, False)
     monkeypatch.setenv(VARIABLE, "/mine.so")

@@ -56,9 +56,7 @@ def test_compiled_blocks_train_like_plain_torch_and_all_levels_share_a_graph(rec
     "recomputes",
     [
         False,
-        pytest.param(
-            True, marks=pytest.mark.xfail(strict=True, reason="what backward recomputes finds shards in the modules")
-        ),
+        True,
     ],
 )
 def test_blocks_that_the_compiler_gives_up_train_like_plain_torch(recomputes: bool) -> None:

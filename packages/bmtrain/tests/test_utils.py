@@ -115,7 +115,7 @@ def test_average_of_a_constant_is_the_constant() -> None:
 def test_torch_version_is_compared_by_its_numbers(
     installed: str, asked: str, order: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch, "__version__", installed)
+    monkeypatch.setattr(torch.version, "__version__", installed)
     assert check_torch_version(asked) == order
 
 

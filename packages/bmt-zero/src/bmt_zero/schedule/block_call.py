@@ -44,8 +44,6 @@ class BlockCall:
         self.writes_directly = True
         self.recomputation: weakref.ref[LayerRecomputation] | None = None
         self.input_hook: RemovableHandle | None = None
-        self._holds = False
-        self._is_awaited = False
         self._pass = -1  # the backward pass whose end is waited for
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
@@ -78,7 +76,8 @@ class BlockCall:
         self.phase = Phase.REST
         if succeeded:
             self.block.keep_gathered(self.groups, until_next=not self.use.last_forward)
-            self._await_backward(backward_follows and not self.use.first_backward)
+            if backward_follows and not self.use.first_backward:
+                self.block.awaited_calls.add(id(self))
         if not backward_follows or 3 in [group.level for group in self.groups]:
             self._let_go()
 
@@ -97,7 +96,6 @@ class BlockCall:
                 " Run backward before the optimizer's step, or run forward again."
             )
         self.phase = Phase.BACKWARD
-        self.block.run.calls_in_backward[self] = None
         self._acquire(looks=False)
         self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
@@ -130,6 +128,15 @@ class BlockCall:
         if self.input_hook is not None:
             self.input_hook.remove()
 
+    def end_pass(self) -> None:
+        """The backward pass has succeeded: gradients are complete, and nothing stays gathered, whatever happened in the block."""
+        self.block.run.calls_in_pass.pop(self, None)
+        self.end()
+        for group in self.groups:
+            group.reducer.sum.finish()
+        self.block.run.prefetch.drop()
+        self.block.run.in_flight.wait()
+
     def __del__(self) -> None:
         # The graph is gone without a backward: an output that nobody used, an exception.
         self.end()
@@ -138,39 +145,29 @@ class BlockCall:
         this_pass = backward_pass()
         if self._pass != this_pass:
             self._pass = this_pass
-            when_backward_ends(self._end_pass)
-
-    def _end_pass(self) -> None:
-        self.end()
-        for group in self.groups:
-            group.reducer.sum.finish()  # gradients are complete
-        self.block.run.prefetch.drop()
-        self.block.run.in_flight.wait()
+            self.block.run.calls_in_pass[self] = None
+            when_backward_ends(_EndOfPass(self))
 
     def _end_backward(self) -> None:
         self._full.clear()
-        self.block.run.calls_in_backward.pop(self, None)
-        self._await_backward(False)
+        self.block.awaited_calls.discard(id(self))
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
-            self.block.keep_gathered(self.groups, until_next=not self.use.last_backward and self.block.awaited > 0)
+            self.block.keep_gathered(
+                self.groups, until_next=not self.use.last_backward and bool(self.block.awaited_calls)
+            )
         self._let_go()
-
-    def _await_backward(self, is_awaited: bool) -> None:
-        self.block.awaited += is_awaited - self._is_awaited
-        self._is_awaited = is_awaited
 
     def _let_go(self) -> None:
         if self._whole is not None:
             (slots, whole), self._whole = self._whole, None
             slots.take_out(whole)
-        if self._holds:
-            self._holds = False
+        if self.block.run.held_by_calls.pop(id(self), None) is not None:
             for group in self.groups:
                 group.release()
 
     def _acquire(self, *, looks: bool) -> None:
-        was_held = self._holds
+        was_held = id(self) in self.block.run.held_by_calls
         held: list[ShardedGroup] = []
         try:
             for group in self.groups:
@@ -187,7 +184,7 @@ class BlockCall:
                 group.release()
             self.phase = Phase.REST
             raise
-        self._holds = True
+        self.block.run.held_by_calls[id(self)] = self.groups
         if was_held:
             for group in self.groups:
                 group.release()
@@ -236,6 +233,23 @@ class BlockCall:
             self._watch_end_of_pass()
             group.reduce(flat, taking)
         return [None] * len(needed)
+
+
+class _EndOfPass:
+    """Ends a call's part in a backward pass that has succeeded, or, when torch lets go of it before, has failed."""
+
+    def __init__(self, call: BlockCall) -> None:
+        self._call: BlockCall | None = call
+
+    def __call__(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.end_pass()
+
+    def __del__(self) -> None:
+        # On the CPU torch lets go at once, on the thread that called backward. On GPUs another thread may do so at any time.
+        if self._call is not None and self._call.block.run.device.type == "cpu":
+            self._call.block.run.end_failed_passes()
 
 
 def _with_gradients_of(

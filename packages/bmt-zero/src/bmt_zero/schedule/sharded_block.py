@@ -49,8 +49,8 @@ class ShardedBlock:
         self._changes_seen = -1
         self._ahead: list[ShardedGroup] = []  # held for the next call, which is expected
         self._between_calls: list[ShardedGroup] = []  # held between the calls of a schedule
-        self.awaited = 0
-        """How many calls are to run their backward with what the backward of another call has gathered."""
+        self.awaited_calls: set[int] = set()
+        """The ids of calls whose backward is to run with what the backward of another call has gathered."""
 
     def __del__(self) -> None:
         for group in self.groups:
@@ -144,6 +144,8 @@ class ShardedBlock:
 
     def forget_gathered(self) -> None:
         """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        self.awaited_calls.clear()
+        self.keep_gathered([], until_next=False)
         for group in self.groups:
             group.buffer.mark_outdated()
 

@@ -108,6 +108,7 @@ class UnshardedBuffer:
         if self.state is not BufferState.FREED and not self._group.is_replicated:
             gathered_memory.change(-self._group.full_bytes)
             self.wait()
+            self._lane.after(self._lane.here())  # whoever reads it still has until then: see free_unless_held()
             self.state = BufferState.FREED
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
