@@ -43,6 +43,7 @@ class UnshardedBuffer:
         self._lane = lane
         self.holders = 0
         self._arrival: Mark | None = None
+        self._read_until: Mark | None = None  # when the computation has read what a gather is about to overwrite
         if group.is_replicated:
             self.tensor = self._writer = group.shard
             self.state = BufferState.READY
@@ -63,6 +64,9 @@ class UnshardedBuffer:
             with self._lane.memory():
                 self.tensor.untyped_storage().resize_(self._group.full_bytes)
             gathered_memory.change(self._group.full_bytes)
+        elif self._read_until is not None:
+            self._lane.after(self._read_until)
+            self._read_until = None
         with named_in_trace(f"gather {name}"):
             self._arrival = self._lane.run(lambda: self._group.ranks.all_gather(self._writer, self._group.shard))
         self.state = BufferState.IN_FLIGHT
@@ -81,6 +85,7 @@ class UnshardedBuffer:
                 self._lane.after(self._arrival)
                 self._arrival = None
             self.state = BufferState.OUTDATED
+            self._read_until = self._lane.here()
 
     def hold(self) -> None:
         """Keep the memory until :meth:`release`."""
