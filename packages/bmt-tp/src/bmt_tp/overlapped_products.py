@@ -33,33 +33,32 @@ class GatheredRows:
     """
 
     def __init__(self, rows: torch.Tensor, group: Group, lane: Lane, chunks: int | None = 1) -> None:
-        self._own = group.rank
-        self.data = torch.empty((group.size, *rows.shape), dtype=rows.dtype, device=rows.device)
-        self.data[group.rank] = rows
-        self.pieces = _pieces(group, len(rows), chunks)
+        self._rank = group.rank
+        self._own = rows.contiguous()
+        self._all = torch.empty((group.size, *rows.shape), dtype=rows.dtype, device=rows.device)
+        self._pieces = _pieces(group, len(rows), chunks)
         twin = lane.group(group)
         lane.after(lane.here())
-        own = self.data[group.rank]
-        self.arrivals: list[Mark] = [
-            lane.run(_exchange(twin, own[part], to, self.data[source][part], source))
-            for to, source, part in self.pieces
+        self._arrivals: list[Mark] = [
+            lane.run(_exchange(twin, self._own[part], to, self._all[source][part], source))
+            for to, source, part in self._pieces
         ]
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
-        for arrival in self.arrivals:
+        for arrival in self._arrivals:
             arrival.wait()
-        self.arrivals = []
-        return self.data.flatten(0, 1)
+        self._all[self._rank] = self._own
+        return self._all.flatten(0, 1)
 
     def times(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``rows weightᵀ + bias`` of all ranks' rows, (W * rows, out), of two-dimensional rows."""
-        size, rows, _ = self.data.shape
-        output = torch.empty((size, rows, len(weight)), dtype=self.data.dtype, device=self.data.device)
-        _product(self.data[self._own], weight, bias, output[self._own])
-        for (_, source, part), arrival in zip(self.pieces, self.arrivals, strict=True):
+        size, rows, _ = self._all.shape
+        output = torch.empty((size, rows, len(weight)), dtype=self._all.dtype, device=self._all.device)
+        _product(self._own, weight, bias, output[self._rank])
+        for (_, source, part), arrival in zip(self._pieces, self._arrivals, strict=True):
             arrival.wait()
-            _product(self.data[source][part], weight, bias, output[source][part])
+            _product(self._all[source][part], weight, bias, output[source][part])
         return output.flatten(0, 1)
 
 
@@ -96,7 +95,6 @@ class SummedRows:
         """Return the sums for this rank's rows, (rows, width)."""
         for arrival in self._arrivals:
             arrival.wait()
-        self._arrivals = []
         return self._parts.sum(0)
 
 
