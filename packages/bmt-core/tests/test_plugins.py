@@ -346,13 +346,16 @@ def test_hook_bmt_mesh_axes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "package"),
-    [(RunSettings(tp_size=2), "bmt-tp"), (RunSettings(pipe_size=2), "bmt-pipeline")],
+    ("settings", "advice"),
+    [
+        (RunSettings(tp_size=2), "Install bmt-tp: pip install"),
+        (RunSettings(pipe_size=2), "bmt-pipeline, does not exist yet"),
+    ],
 )
-def test_axis_that_nobody_provides_names_the_package_to_come(settings: RunSettings, package: str) -> None:
+def test_axis_that_nobody_provides_names_the_package(settings: RunSettings, advice: str) -> None:
     axes = registry_of(OffersSgd()).mesh_axes(settings)
     assert axes == []
-    with pytest.raises(ConfigError, match=f"size=2 needs the axis.*{package}, does not exist yet.*bmt_mesh_axes"):
+    with pytest.raises(ConfigError, match=f"size=2 needs the axis.*{advice}.*bmt_mesh_axes"):
         check_axes_are_provided(settings, axes)
     check_axes_are_provided(RunSettings(), axes)
 

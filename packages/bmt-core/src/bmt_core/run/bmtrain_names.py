@@ -19,8 +19,14 @@ TENSOR_AXIS = "tp"
 PIPELINE_AXIS = "pp"
 BlockMode = Literal["BLOCK", "PIPE"]
 
-# Axis -> the argument of init_distributed() that asks for it, and the package that brings it.
-_ARGUMENTS = {TENSOR_AXIS: ("tp_size", "bmt-tp"), PIPELINE_AXIS: ("pipe_size", "bmt-pipeline")}
+# Axis -> the argument of init_distributed() that asks for it, and what to say of the package that brings it.
+_ARGUMENTS = {
+    TENSOR_AXIS: (
+        "tp_size",
+        'Install bmt-tp: pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp; or',
+    ),
+    PIPELINE_AXIS: ("pipe_size", "The package for it, bmt-pipeline, does not exist yet:"),
+}
 
 
 def argument_for(axis: str) -> str:
@@ -35,13 +41,12 @@ def argument_for(axis: str) -> str:
 def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> None:
     """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not among ``axes``."""
     provided = {axis.name for axis in axes}
-    for name, (argument, package) in _ARGUMENTS.items():
+    for name, (argument, advice) in _ARGUMENTS.items():
         size = getattr(settings, argument)
         if size > 1 and name not in provided:
             raise ConfigError(
                 f"{argument}={size} needs the axis {name!r}, which no active plugin provides. "
-                f"The package for it, {package}, does not exist yet: "
-                f"leave {argument} at its default, or add a plugin whose hook bmt_mesh_axes brings the axis."
+                f"{advice} leave {argument} at its default, or add a plugin whose hook bmt_mesh_axes brings the axis."
             )
 
 
