@@ -106,8 +106,8 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     def whole_shape(self) -> torch.Size:
         """Shape of the whole tensor, of which :attr:`full_shape` is this rank's slice."""
         shape = list(self.full_shape)
-        for axis, dim in self._cuts():
-            shape[dim] *= current().topology.axis_size(axis)
+        for place, dim in self._cuts():
+            shape[dim] *= current().topology.axis_size(place.axis)
         return torch.Size(shape)
 
     @property
@@ -154,9 +154,9 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         An ordinary tensor, part of the autograd graph. Backward: this rank's slice gets its part of this rank's gradient.
         """
         whole = self.gather()
-        for axis, dim in reversed(self._cuts()):
-            slices: torch.Tensor = AllGather.apply(whole, current().topology.group((axis,)))  # type: ignore[no-untyped-call]
-            whole = torch.cat(slices.unbind(0), dim=dim)
+        for place, _ in reversed(self._cuts()):
+            slices: torch.Tensor = AllGather.apply(whole, current().topology.group((place.axis,)))  # type: ignore[no-untyped-call]
+            whole = place.join(slices.unbind(0))
         return whole
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
@@ -170,19 +170,17 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
         """Return the whole, of :attr:`whole_shape`, of what lies like this parameter's part. Collective."""
         whole = self.gather_like(part)
-        for axis, dim in reversed(self._cuts()):
-            slices = gather_stacked(whole, current().topology.group((axis,)))
-            whole = torch.cat(slices.unbind(0), dim=dim)
+        for place, _ in reversed(self._cuts()):
+            whole = place.join(gather_stacked(whole, current().topology.group((place.axis,))).unbind(0))
         return whole
 
     def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`; a view of it."""
+        """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`."""
         if whole.shape != self.whole_shape:
             raise ValueError(f"Expected a tensor of shape {tuple(self.whole_shape)}, not {tuple(whole.shape)}.")
         topology = current().topology
-        for axis, dim in self._cuts():
-            length = whole.shape[dim] // topology.axis_size(axis)
-            whole = whole.narrow(dim, topology.axis_rank(axis) * length, length)
+        for place, _ in self._cuts():
+            whole = place.cut(whole, topology.axis_rank(place.axis), topology.axis_size(place.axis))
         return whole
 
     def make_local(self, axes: Iterable[str]) -> None:
@@ -266,11 +264,11 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     def _zero_comm(self) -> Group:
         return self._shard.group
 
-    def _cuts(self) -> list[tuple[str, int]]:
+    def _cuts(self) -> list[tuple[Locality, int]]:
         """The axes of several ranks along which the parameter is cut, each with the dim; cut along the first one first."""
         sizes = current().topology.sizes
-        found = [(place.axis, place.split_dim) for place in self.locality if sizes.get(place.axis, 1) > 1]
-        return [(axis, dim) for axis, dim in found if dim is not None]
+        found = [(place, place.split_dim) for place in self.locality if sizes.get(place.axis, 1) > 1]
+        return [(place, dim) for place, dim in found if dim is not None]
 
     def _set_place(self, shard: Shard, init_method: InitMethod | None, locality: tuple[Locality, ...]) -> None:
         self._shard = shard

@@ -1,6 +1,6 @@
 """Lanes: where collectives run beside the computation.
 
-A run has two, one that gathers parameters and one that reduces gradients. On CUDA a lane is a stream with communicators
+A run has two, one that gathers parameters and one that reduces gradients; packages ask for others by name. On CUDA a lane is a stream with communicators
 of its own, for on one communicator, or one stream, the two directions would wait for each other. On the CPU a started
 collective proceeds by itself. One thread issues everything, in one order, on every rank alike.
 
@@ -136,9 +136,16 @@ class Lanes:
     """The lanes of a run."""
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
-        self.gather = _lane("gather", topology, device)
-        self.reduce = _lane("reduce", topology, device)
+        self._topology = topology
+        self._device = device
+        self._named: dict[str, Lane] = {}
+        self.gather = self.named("gather")
+        self.reduce = self.named("reduce")
 
-
-def _lane(name: str, topology: Topology, device: torch.device) -> Lane:
-    return CudaLane(name, topology, device) if device.type == "cuda" else Lane(name, topology)
+    def named(self, name: str) -> Lane:
+        """Return the lane called ``name``, made when it is first asked for."""
+        if name not in self._named:
+            is_cuda = self._device.type == "cuda"
+            lane = CudaLane(name, self._topology, self._device) if is_cuda else Lane(name, self._topology)
+            self._named[name] = lane
+        return self._named[name]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
+import torch
+
 from bmt_core.errors import ConfigError
 
 Gradients = Literal["share", "whole"]
@@ -18,6 +20,8 @@ class Locality:
     There are four cases:
 
     - ``Locality("tensor", split_dim=0)``: each rank along the axis has an equal slice of one tensor, cut along that dim.
+      ``sections`` are the sizes of consecutive parts of the dim, each of which is cut by itself: the queries, keys and
+      values of one fused matrix, of which each rank has the same heads. Without, the dim is cut as a whole.
     - ``Locality("tensor", gradients="whole")``: each rank has the same values and computes the whole gradient, so that
       gradients are not summed along the axis: each rank keeps its own.
     - ``Locality("tensor", gradients="share")``: each rank has the same values and computes a part of the gradient, so that
@@ -32,8 +36,11 @@ class Locality:
     _: KW_ONLY
     split_dim: int | None = None
     gradients: Gradients | None = None
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.sections and self.split_dim is None:
+            raise ConfigError(f"sections along {self.axis!r} say how split_dim is cut, and split_dim is not given.")
         if self.split_dim is not None and self.gradients is not None:
             raise ConfigError(
                 f"Along {self.axis!r} a parameter is either cut (split_dim={self.split_dim}) or replicated"
@@ -53,6 +60,30 @@ class Locality:
     def is_own(self) -> bool:
         """Whether each rank along the axis has a parameter of its own."""
         return self.split_dim is None and self.gradients is None
+
+    def cut(self, whole: torch.Tensor, index: int, size: int) -> torch.Tensor:
+        """Return slice ``index`` of ``size`` of ``whole``, which is cut along :attr:`split_dim`; a view if without sections.
+
+        >>> Locality("tensor", split_dim=0, sections=(4, 2)).cut(torch.arange(6), 1, 2)
+        tensor([2, 3, 5])
+        """
+        assert self.split_dim is not None
+        sections = whole.split(self.sections, self.split_dim) if self.sections else [whole]
+        own = [s.narrow(self.split_dim, index * (length := s.shape[self.split_dim] // size), length) for s in sections]
+        return own[0] if len(own) == 1 else torch.cat(own, self.split_dim)
+
+    def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the whole tensor of which :meth:`cut` makes ``slices``.
+
+        >>> Locality("tensor", split_dim=0, sections=(4, 2)).join([torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5])])
+        tensor([0, 1, 2, 3, 4, 5])
+        """
+        assert self.split_dim is not None
+        if not self.sections:
+            return torch.cat(list(slices), self.split_dim)
+        lengths = [section // len(slices) for section in self.sections]
+        parts = zip(*[part.split(lengths, self.split_dim) for part in slices], strict=True)
+        return torch.cat([piece for section in parts for piece in section], self.split_dim)
 
 
 def check_locality(locality: Sequence[Locality], dims: int) -> tuple[Locality, ...]:

@@ -1,0 +1,258 @@
+"""Trainings of a model of parallel layers in Blocks, compared with the dense model in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from tp_models import VOCABULARY, Net, fill, gradients_of, tp
+
+import bmt_core
+from bmt_core.errors import ConfigError
+from bmt_core.loss import FusedCrossEntropy
+from bmt_core.run.collectives import all_gather, all_reduce
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_zero import Block
+
+STEPS, SEQUENCE = 5, 8
+GRIDS = {"tp 1": (1, 1), "tp 2": (2, 2), "tp 4": (4, 4), "tp 2 x dp 2": (4, 2), "dp 2": (2, 1)}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": AdamOptimizer, "offload": AdamOffloadOptimizer}
+
+# A large eps: the gradient of the keys' bias is zero but for rounding, which Adam would make as large as any other.
+SETTINGS: dict[str, dict[str, float]] = {"sgd": {}, "adam": {"eps": 1e-2}, "offload": {"eps": 1e-2}}
+
+
+def text(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per step, ids and targets of ``batch`` sequences."""
+    generator = torch.Generator().manual_seed(5)
+    data = torch.randint(VOCABULARY, (STEPS, batch, SEQUENCE + 1), generator=generator)
+    return data[:, :, :-1], data[:, :, 1:].clone()
+
+
+Record = tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+def expected(dtype: torch.dtype, optimizer: str, batch: int) -> Record:
+    """The losses, the gradients of each step, and the parameters after the last."""
+    model = Net(dtype)
+    model.load_state_dict(fill(model))
+    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
+    made = kind(model.parameters(), lr=0.05, **SETTINGS[optimizer])
+    losses, gradients = [], []
+    for ids, targets in zip(*text(batch), strict=True):
+        made.zero_grad()
+        logits = model(ids.t())
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        losses.append(float(loss.detach()))
+        made.step()
+    return losses, gradients, dict(model.state_dict())
+
+
+def sharded(dtype: torch.dtype, optimizer: str, batch: int, block: dict[str, Any], options: dict[str, Any]) -> Record:
+    """The same by parallel layers; each data-parallel rank has its sequences, each tp rank its part of the positions."""
+    model = Net(dtype, wrap=lambda layer: Block(layer, **block), **options)
+    model.load_state_dict(fill(model))
+    made = OPTIMIZERS[optimizer](model.parameters(), lr=0.05, **SETTINGS[optimizer])
+    manager = OptimManager()
+    manager.add_optimizer(made)
+    loss_of = FusedCrossEntropy(parallel=True)
+    topology = current().topology
+    index, size = tp()
+    losses, gradients = [], []
+    for ids, targets in zip(*text(batch), strict=True):
+        own_ids, own_targets = [part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)]
+        manager.zero_grad()
+        logits = model(own_ids.t().chunk(size)[index])
+        loss = loss_of(logits.flatten(0, 1), own_targets.flatten())
+        manager.backward(loss)
+        gradients.append(gradients_of(model))
+        losses.append(float(all_reduce(loss.detach(), "avg")))
+        manager.step()
+    return losses, gradients, dict(model.state_dict())
+
+
+def compare(found: Record, wanted: Record, tolerance: float) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
+    for step, (one, other) in enumerate([*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(
+                value, other[name], rtol=tolerance, atol=tolerance, msg=lambda text, n=name, s=step: f"{s} {n}: {text}"
+            )
+
+
+def check(
+    grid: str, *, dtype: torch.dtype = torch.float64, optimizer: str = "sgd", batch: int = 2, **rest: Any
+) -> None:
+    ranks, tp_size = GRIDS[grid]
+    tolerance = 1e-6 if dtype == torch.float64 and optimizer == "sgd" else 1e-5 if dtype == torch.float64 else 2e-3
+    wanted = expected(dtype, optimizer, batch)
+    block, options = rest.pop("block", {}), rest.pop("options", {})
+    results = run_ranks(sharded, ranks, dtype, optimizer, batch, block, options, init={"tp_size": tp_size}, timeout=120)
+    for found in results:
+        compare(found, wanted, tolerance)
+        for name, value in found[2].items():  # what is replicated is bit-identical
+            assert torch.equal(value, results[0][2][name]), name
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_training_equals_the_dense_model(grid: str, level: int) -> None:
+    check(grid, block={"zero_level": level, "use_checkpoint": level % 2 == 1})
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_with_and_without_recomputation(level: int) -> None:
+    check("tp 2 x dp 2", block={"zero_level": level, "use_checkpoint": level == 2})
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "offload"])
+@pytest.mark.parametrize("grid", ["tp 2", "tp 2 x dp 2"])
+def test_every_optimizer(grid: str, optimizer: str) -> None:
+    check(grid, optimizer=optimizer, dtype=torch.float32)
+
+
+def test_one_sequence() -> None:
+    check("tp 4", batch=1)
+
+
+def test_gathered_once_for_all_layers_or_in_one_piece() -> None:
+    check("tp 2", options={"async_gather_chunks": 1})
+    check("tp 2", options={"async_gather_chunks": None})
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_compiled_blocks(use_checkpoint: bool) -> None:
+    check("tp 2", dtype=torch.float32, block={"compile": True, "use_checkpoint": use_checkpoint})
+
+
+# ---- files, initial values, random numbers ----
+
+
+def trained_and_saved(path: str) -> dict[str, torch.Tensor]:
+    model = Net(torch.float32, wrap=Block)
+    model.load_state_dict(fill(model))
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1))
+    step(model, manager)
+    bmt_core.save(model, path)
+    state = manager.state_dict(gather_opt=True)
+    if bmt_core.rank() == 0:
+        torch.save(state, f"{path}.optim")
+    step(model, manager)
+    return dict(model.state_dict())
+
+
+def step(model: nn.Module, manager: OptimManager) -> None:
+    index, size = tp()
+    ids, targets = (part[0] for part in text(2))
+    manager.zero_grad()
+    logits = model(ids.t().chunk(size)[index])
+    manager.backward(FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), targets.flatten()))
+    manager.step()
+
+
+def loaded_and_trained(path: str) -> dict[str, torch.Tensor]:
+    model = Net(torch.float32, wrap=Block)
+    bmt_core.load(model, path)
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1))
+    manager.load_state_dict(torch.load(f"{path}.optim", weights_only=True))
+    step(model, manager)
+    return dict(model.state_dict())
+
+
+def test_a_file_of_four_ranks_along_tp_goes_on_with_two_and_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+    after = run_ranks(trained_and_saved, 4, path, init={"tp_size": 4})[0]
+    plain = Net(torch.float32)
+    plain.load_state_dict(torch.load(path, weights_only=True))  # whole tensors, by the dense model's names
+    for ranks, tp_size in ((4, 4), (2, 2), (4, 2), (1, 1)):
+        for found in run_ranks(loaded_and_trained, ranks, path, init={"tp_size": tp_size}):
+            for name, value in found.items():
+                torch.testing.assert_close(value, after[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def initialised() -> dict[str, torch.Tensor]:
+    model = Net(torch.float32, wrap=Block)
+    bmt_core.init_parameters(model)
+    return dict(model.state_dict())
+
+
+def test_initial_values_do_not_depend_on_tp() -> None:
+    (one,) = run_ranks(initialised, 1, init={"seed": 4})
+    for ranks, tp_size in ((2, 2), (4, 2)):
+        for found in run_ranks(initialised, ranks, init={"tp_size": tp_size, "seed": 4}):
+            assert all(torch.equal(value, one[name]) for name, value in found.items())
+
+
+def dropped(recompute: bool) -> list[torch.Tensor]:
+    """The gradient by the input, with dropout inside, for data alike on all ranks."""
+    model = Net(torch.float64, layers=1, dropout=0.5, wrap=lambda layer: Block(layer, use_checkpoint=recompute))
+    model.load_state_dict(fill(model))
+    torch.manual_seed(8)
+    index, size = tp()
+    x = torch.ones(SEQUENCE, 1, 8, dtype=torch.float64, requires_grad=True)
+    own = x.chunk(size)[index]
+    output = model.layers[0](own)
+    output.pow(2).sum().backward()
+    assert x.grad is not None
+    return [output.detach(), x.grad.chunk(size)[index], torch.rand(2)]
+
+
+def test_dropout_differs_between_parts_and_repeats_in_recomputation() -> None:
+    kept = run_ranks(dropped, 2, False, init={"tp_size": 2})
+    again = run_ranks(dropped, 2, True, init={"tp_size": 2})
+    for one, other in zip(kept, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(kept[0][0] == kept[0][0][:1], kept[1][0] == kept[1][0][:1]) or not torch.equal(
+        kept[0][0], kept[1][0]
+    )
+    assert torch.equal(kept[0][2], kept[1][2])  # afterwards the ranks draw alike again
+
+
+def hundred_steps() -> list[torch.Tensor]:
+    model = Net(torch.bfloat16, layers=1, wrap=Block)
+    model.load_state_dict({name: value.bfloat16() for name, value in fill(model).items()})
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.01))
+    for _ in range(100):
+        step(model, manager)
+    shared = [p for n, p in model.named_parameters() if "norm" in n or n.endswith("out.bias")]
+    return [all_gather(p.gather()) for p in shared]  # type: ignore[operator]
+
+
+def test_what_is_replicated_stays_bit_identical_for_a_hundred_steps() -> None:
+    for values in run_ranks(hundred_steps, 4, init={"tp_size": 4}, timeout=120):
+        assert values and all(torch.equal(value, value[:1].expand_as(value)) for value in values)
+
+
+def no_package() -> str:
+    with pytest.raises(ConfigError) as caught:
+        bmt_core.init_distributed(tp_size=3)
+    return str(caught.value)
+
+
+def test_a_world_that_tp_does_not_divide_is_refused() -> None:
+    for said in run_ranks(no_package, 2, init=None):
+        assert said.startswith("World size 2 is not a multiple of tp=3 = 3. Change tp_size")
+
+
+def copied() -> None:
+    model = Net(torch.float64, wrap=Block)
+    model.load_state_dict(fill(model))
+    twin = copy.deepcopy(model)
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other) and one.locality == other.locality, name  # type: ignore[attr-defined]
+
+
+def test_copies_keep_their_slices() -> None:
+    run_ranks(copied, 2, init={"tp_size": 2})

@@ -1,0 +1,18 @@
+"""Tensor parallelism: layers of which each rank along the axis ``tp`` computes a part."""
+
+from __future__ import annotations
+
+from bmt_tp.embedding import VPEmbedding
+from bmt_tp.linear_layers import ColumnParallelLinear, RowParallelLinear
+from bmt_tp.parallel_linear import OpParallelLinear, ReduceType, parallel_linear
+from bmt_tp.random_numbers import own_random_numbers
+
+__all__ = [
+    "ColumnParallelLinear",
+    "OpParallelLinear",
+    "ReduceType",
+    "RowParallelLinear",
+    "VPEmbedding",
+    "own_random_numbers",
+    "parallel_linear",
+]

@@ -1,0 +1,116 @@
+"""``VPEmbedding``: an embedding of whose vocabulary each rank along ``tp`` has a part."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
+
+from bmt_core import DistributedModule, DistributedParameter, Locality, ParameterInitializer
+from bmt_core.comm.autograd import gather_stacked
+from bmt_core.comm.protocols import Group
+from bmt_core.torch_internals import never_compiled
+from bmt_tp.overlapped_products import GatheredRows
+from bmt_tp.parallel_linear import parallel_linear
+from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_lane
+
+
+class VPEmbedding(DistributedModule):
+    """A table (vocab_size, embedding_size) of which each rank along ``tp`` has the vectors of vocab_size / tp tokens.
+
+    Called with ids (rows / tp, ...), this rank's rows, it returns their vectors, (rows / tp, ..., embedding_size). Every rank
+    looks up the ids of all ranks in its part of the table, and the vectors are scattered to where they belong: what travels
+    are ids and vectors, (tp - 1)/tp * rows * embedding_size elements to each rank, never the table. An id outside of the
+    vocabulary raises ``IndexError`` on the CPU; on CUDA its vector is NaN, so
+    that :class:`OptimManager` leaves the step out.
+
+    With ``projection`` it is called with vectors (rows / tp, ..., embedding_size) and returns the logits of this rank's part of the
+    vocabulary for all rows, as ``FusedCrossEntropy(parallel=True)`` takes them. Vectors (sequence / tp, batch, embedding_size)
+    give logits in the order of ids (batch, sequence): (batch, sequence, vocab_size / tp).
+
+    ``init_parameters`` draws from the normal distribution of ``init_mean`` and ``init_std``. Raises :class:`ConfigError` if tp
+    does not divide ``vocab_size``.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        dtype: torch.dtype = torch.half,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embedding_size = embedding_size
+        self.weight = DistributedParameter(
+            torch.empty(own_share(vocab_size, "vocab_size"), embedding_size, dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.normal_, mean=init_mean, std=init_std),
+            locality=[Locality(AXIS, split_dim=0)],
+        )
+
+    def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
+        """Look up ids, or with ``projection`` take vectors to logits. Collective over tp."""
+        if not projection:
+            return split_lookup(x, self.weight, scattered=True)
+        logits = parallel_linear(x, self.weight, gather_input=True)
+        return logits.transpose(0, 1) if logits.dim() == 3 else logits
+
+    def extra_repr(self) -> str:
+        """Say the sizes in ``repr``."""
+        return f"{self.vocab_size}, {self.embedding_size}"
+
+
+@never_compiled
+def split_lookup(ids: torch.Tensor, weight: torch.Tensor, *, scattered: bool) -> torch.Tensor:
+    """Return the vectors of ``ids`` in a table of which each rank along tp has ``weight``, (vocabulary / tp, features).
+
+    ``scattered``: the ids, and the vectors, are each rank's own rows; otherwise all rows, alike on all ranks. Collective.
+    """
+    group = tensor_group()
+    if ids.device.type == "cpu" and ids.numel():
+        _check_ids(ids, len(weight) * group.size)
+    if group.size == 1:
+        return embedding(ids, weight)
+    if scattered:
+        ids = gather_stacked(ids, group).flatten(0, 1)
+    column = ids - group.rank * len(weight)
+    is_here = (column >= 0) & (column < len(weight))
+    vectors = embedding(column.clamp(0, len(weight) - 1), weight).masked_fill(~is_here.unsqueeze(-1), 0)
+    if ids.device.type != "cpu":
+        is_nowhere = (ids < 0) | (ids >= len(weight) * group.size)
+        vectors = vectors.masked_fill(is_nowhere.unsqueeze(-1), math.nan)
+    joined: torch.Tensor = _JoinVectors.apply(vectors, group, scattered)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _JoinVectors(torch.autograd.Function):
+    """Sum over the ranks, of which one has each vector and the others zero."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: torch.Tensor, group: Group, scattered: bool) -> torch.Tensor:
+        ctx.group, ctx.scattered = group, scattered
+        if not scattered:
+            group.all_reduce(vectors).wait()
+            ctx.mark_dirty(vectors)
+            return vectors
+        own = vectors.new_empty((len(vectors) // group.size, *vectors.shape[1:]))
+        group.reduce_scatter(own.view(-1), vectors.view(-1)).wait()
+        return own
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not ctx.scattered:
+            return grads[0], None, None
+        return GatheredRows(grads[0], ctx.group, tensor_lane()).wait(), None, None
+
+
+def _check_ids(ids: torch.Tensor, vocabulary: int) -> None:
+    least, largest = int(ids.min()), int(ids.max())
+    if least < 0 or largest >= vocabulary:
+        wrong = least if least < 0 else largest
+        raise IndexError(f"Id {wrong} is out of range: the vocabulary has {vocabulary} entries, 0 to {vocabulary - 1}.")

@@ -1,0 +1,88 @@
+"""Activations whose features, the last dim, are gathered, taken apart, or exchanged for rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from bmt_core.comm.autograd import gather_stacked
+from bmt_core.comm.protocols import Group
+from bmt_core.run.locality import Locality
+from bmt_tp.tensor_group import AXIS
+
+
+def gather_features(x: torch.Tensor, group: Group, sections: Sequence[int] = ()) -> torch.Tensor:
+    """Take each rank's features (..., F/W) to all of them, (..., F); backward takes its own. Collective.
+
+    ``sections``: how the features are cut, see :class:`Locality`. Volume: (W - 1)/W of the result.
+    """
+    gathered: torch.Tensor = _GatherFeatures.apply(x, group, _cut(x, sections))  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def own_features(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Take features (..., F), alike on all ranks, to this rank's (..., F/W); backward gathers the gradients. Collective in backward."""
+    own: torch.Tensor = _OwnFeatures.apply(x, group, _cut(x, ()))  # type: ignore[no-untyped-call]
+    return own
+
+
+def rows_to_features(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Take this rank's rows (T/W, ..., F) of an activation to its features of all rows, (T, ..., F/W). Collective.
+
+    Backward is the way back. Volume: (W - 1)/W of ``x``, each way.
+    """
+    features: torch.Tensor = _RowsToFeatures.apply(x, group)  # type: ignore[no-untyped-call]
+    return features
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, place: Locality) -> torch.Tensor:
+        ctx.group, ctx.place = group, place
+        return place.join(gather_stacked(x, group).unbind(0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.place.cut(grads[0], ctx.group.rank, ctx.group.size), None, None
+
+
+class _OwnFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, place: Locality) -> torch.Tensor:
+        ctx.group, ctx.place = group, place
+        return place.cut(x, group.rank, group.size).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.place.join(gather_stacked(grads[0], ctx.group).unbind(0)), None, None
+
+
+class _RowsToFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(torch.stack(x.chunk(group.size, -1)), group).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        parts = _exchanged(torch.stack(grads[0].chunk(ctx.group.size, 0)), ctx.group)
+        return torch.cat(parts.unbind(0), -1), None
+
+
+def _exchanged(parts: torch.Tensor, group: Group) -> torch.Tensor:
+    """Send ``parts[r]`` to rank r and return what each rank sent to this one, (W, ...)."""
+    received = torch.empty_like(parts)
+    received[group.rank] = parts[group.rank]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    group.exchange([(parts[rank], rank) for rank in others], [(received[rank], rank) for rank in others]).wait()
+    return received
+
+
+def _cut(x: torch.Tensor, sections: Sequence[int]) -> Locality:
+    return Locality(AXIS, split_dim=x.dim() - 1, sections=tuple(sections))

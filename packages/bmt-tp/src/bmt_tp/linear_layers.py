@@ -1,0 +1,143 @@
+"""``ColumnParallelLinear`` and ``RowParallelLinear``: linear layers of which each rank along ``tp`` has a slice of the weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bmt_core import DistributedModule, DistributedParameter, Locality, ParameterInitializer
+from bmt_core.errors import ConfigError
+from bmt_tp.feature_exchange import gather_features
+from bmt_tp.parallel_linear import ReduceType, parallel_linear
+from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_size
+
+
+class ColumnParallelLinear(DistributedModule):
+    """``y = x Wᵀ + b``, of whose output features each rank along ``tp`` computes its part.
+
+    ``weight`` is (out_features / tp, in_features) on each rank. ``gather_input``: the input is this rank's rows
+    (rows / tp, ..., in_features), gathered in ``async_gather_chunks`` pieces beside the product; otherwise all rows, alike on all
+    tp ranks. ``gather_output``: every rank gets all output features, otherwise its own, (rows, ..., out_features / tp).
+
+    ``sections`` are the sizes of consecutive parts of the output, each of which is cut over the ranks by itself: (H, H, H) for
+    queries, keys and values of H features in one matrix, so that each rank has the three of the same heads.
+
+    ``init_parameters`` gives the values of Xavier's normal distribution for the whole matrix. Communication and gradients:
+    see :func:`parallel_linear`. Raises :class:`ConfigError` for sizes that tp does not divide.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        gather_output: bool = False,
+        gather_input: bool = True,
+        async_gather_chunks: int | None = 2,
+        *,
+        sections: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.gather_output = gather_output
+        self.gather_input = gather_input
+        self.async_gather_chunks = async_gather_chunks
+        self.sections = tuple(sections)
+        if self.sections and sum(self.sections) != out_features:
+            raise ConfigError(f"sections {self.sections} do not add up to out_features={out_features}.")
+        own = sum([own_share(section, f"A section of {out_features} output features") for section in self.sections])
+        own = own or own_share(out_features, "out_features")
+        place = Locality(AXIS, split_dim=0, sections=self.sections)
+        self.weight = DistributedParameter(
+            torch.empty(own, in_features, dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
+            locality=[place],
+        )
+        self.bias: DistributedParameter | None = None
+        if bias:
+            self.bias = DistributedParameter(
+                torch.empty(own, dtype=dtype),
+                init_method=ParameterInitializer(torch.nn.init.zeros_),
+                locality=[place],
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Take rows of ``in_features`` to all rows of this rank's, or of all, output features. Collective over tp."""
+        output = parallel_linear(
+            input, self.weight, self.bias, gather_input=self.gather_input, chunks=self.async_gather_chunks
+        )
+        if self.gather_output and tensor_size() > 1:
+            return gather_features(output, tensor_group(), self.sections)
+        return output
+
+    def extra_repr(self) -> str:
+        """Say the sizes in ``repr``."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" gather_input={self.gather_input}, gather_output={self.gather_output}"
+        )
+
+
+class RowParallelLinear(DistributedModule):
+    """``y = x Wᵀ + b``, of whose input features each rank along ``tp`` has its part.
+
+    ``weight`` is (out_features, in_features / tp) on each rank. The input is this rank's features of all rows,
+    (rows, ..., in_features / tp), as a :class:`ColumnParallelLinear` gives them; with ``split_input`` this rank's rows of all
+    features, (rows / tp, ..., in_features). The output is this rank's rows, (rows / tp, ..., out_features), or with
+    ``all_reduce_output`` all rows on every rank. The products are computed in ``async_chunks`` pieces, which are summed beside
+    them.
+
+    ``bias`` is one vector of out_features for all ranks: each computes its gradient from its part of the rows, and the engine sums
+    them. Initial values, communication and errors: see :class:`ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        split_input: bool = False,
+        all_reduce_output: bool = False,
+        async_chunks: int | None = 2,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.split_input = split_input
+        self.all_reduce_output = all_reduce_output
+        self.async_chunks = async_chunks
+        self.weight = DistributedParameter(
+            torch.empty(out_features, own_share(in_features, "in_features"), dtype=dtype),
+            init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
+            locality=[Locality(AXIS, split_dim=1)],
+        )
+        self.bias: DistributedParameter | None = None
+        if bias:
+            self.bias = DistributedParameter(
+                torch.empty(out_features, dtype=dtype),
+                init_method=ParameterInitializer(torch.nn.init.zeros_),
+                locality=[Locality(AXIS, gradients="share")],
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Take this rank's features, or its rows, to its rows of the sum, or to all of them. Collective over tp."""
+        return parallel_linear(
+            input,
+            self.weight,
+            self.bias,
+            gather_input=self.split_input,
+            split_input=self.split_input,
+            reduce_output_type=ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
+            chunks=self.async_chunks,
+        )
+
+    def extra_repr(self) -> str:
+        """Say the sizes in ``repr``."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" split_input={self.split_input}, all_reduce_output={self.all_reduce_output}"
+        )

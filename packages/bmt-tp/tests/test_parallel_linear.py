@@ -1,0 +1,190 @@
+"""Each option of the linear function and layers, compared with the dense product: output and every gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from tp_models import drawn, own_columns, own_rows, tp
+
+from bmt_core.errors import ConfigError
+from bmt_core.run.collectives import all_reduce
+from bmt_core.testing import run_ranks
+from bmt_tp import ColumnParallelLinear, OpParallelLinear, ReduceType, RowParallelLinear, parallel_linear
+from bmt_tp.tensor_group import tensor_group
+
+IN, OUT = 8, 12
+SHAPES = {"rows": (12,), "one sequence": (4, 1), "sequences": (12, 3), "four dims": (4, 3, 2)}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
+
+
+def dense(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The input, weight and bias with their gradients, and the gradient of the output that led to them."""
+    tensors = [drawn(*shape, IN, seed=1), drawn(OUT, IN, seed=2), drawn(OUT, seed=3)]
+    tensors = [tensor.to(dtype).double().requires_grad_() for tensor in tensors]
+    output = linear(tensors[0], tensors[1], tensors[2] if bias else None)
+    grad = drawn(*output.shape, seed=4).to(dtype)
+    output.backward(grad.double())
+    return [*tensors, output.detach()], grad
+
+
+def same(found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch.dtype, what: str) -> None:
+    assert found is not None and expected is not None, what
+    tolerance = TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def every_column_option() -> None:
+    for (name, shape), bias, gather_input, gather_output, chunks, dtype in itertools.product(
+        SHAPES.items(), (True, False), (True, False), (True, False), (1, 2, None), TOLERANCE
+    ):
+        what = f"{name} bias={bias} gather_input={gather_input} gather_output={gather_output} {chunks} {dtype}"
+        (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
+        own_input = (own_rows(input.detach()) if gather_input else input.detach()).to(dtype).requires_grad_()
+        own_weight = own_rows(weight.detach()).to(dtype).requires_grad_()
+        own_bias = own_rows(of_bias.detach()).to(dtype).requires_grad_() if bias else None
+        found = OpParallelLinear.apply(
+            own_input, own_weight, own_bias, gather_input, gather_output, False, None, chunks
+        )
+        found.backward(grad if gather_output else own_columns(grad))
+        same(found, output if gather_output else own_columns(output), dtype, what)
+        assert input.grad is not None and weight.grad is not None
+        same(own_input.grad, own_rows(input.grad) if gather_input else input.grad, dtype, what)
+        same(own_weight.grad, own_rows(weight.grad), dtype, what)
+        if own_bias is not None:
+            assert of_bias.grad is not None
+            same(own_bias.grad, own_rows(of_bias.grad), dtype, what)
+
+
+def every_row_option() -> None:
+    for (name, shape), bias, gather_input, split_input, reduce_type, chunks, dtype in itertools.product(
+        SHAPES.items(), (True, False), (True, False), (True, False), ReduceType, (1, 2, None), TOLERANCE
+    ):
+        if gather_input and not split_input:
+            continue
+        what = f"{name} bias={bias} gather={gather_input} split={split_input} {reduce_type} {chunks} {dtype}"
+        (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
+        has_rows, scattered = gather_input, reduce_type is ReduceType.REDUCE_SCATTER
+        given = input.detach() if split_input else own_columns(input.detach())
+        own_input = (own_rows(given) if has_rows else given).to(dtype).requires_grad_()
+        own_weight = own_columns(weight.detach()).to(dtype).requires_grad_()
+        own_bias = of_bias.detach().to(dtype).requires_grad_() if bias else None
+        found = parallel_linear(
+            own_input,
+            own_weight,
+            own_bias,
+            gather_input=gather_input,
+            split_input=split_input,
+            reduce_output_type=reduce_type,
+            chunks=chunks,
+        )
+        found.backward(own_rows(grad) if scattered else grad)
+        same(found, own_rows(output) if scattered else output, dtype, what)
+        assert input.grad is not None and weight.grad is not None
+        of_input = input.grad if split_input else own_columns(input.grad)
+        same(own_input.grad, own_rows(of_input) if has_rows else of_input, dtype, what)
+        same(own_weight.grad, own_columns(weight.grad), dtype, what)
+        if own_bias is not None:
+            assert own_bias.grad is not None
+            same(all_reduce(own_bias.grad, comm=tensor_group()), of_bias.grad, dtype, what)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("battery", [every_column_option, every_row_option])
+def test_output_and_gradients_equal_the_dense_product(battery, tp_size: int) -> None:  # type: ignore[no-untyped-def]
+    run_ranks(battery, tp_size, init={"tp_size": tp_size}, timeout=120)
+
+
+def odd_rows() -> None:
+    """Rows that are no multiple of the chunks, one row, none; an input that is not contiguous."""
+    for rows, chunks in itertools.product((0, 1, 3, 5), (1, 2, 7)):
+        whole = drawn(IN, 2 * rows, seed=rows).t()
+        weight = drawn(OUT, IN, seed=9)
+        input = own_rows(whole) if rows else whole
+        found = parallel_linear(input, own_rows(weight), gather_input=True, chunks=chunks)
+        torch.testing.assert_close(found, whole @ own_rows(weight).t())
+        found = parallel_linear(
+            own_columns(whole), own_columns(weight), reduce_output_type=ReduceType.REDUCE_SCATTER, chunks=chunks
+        )
+        torch.testing.assert_close(found, (own_rows(whole) if rows else whole) @ weight.t())
+
+
+def test_any_number_of_rows_and_chunks() -> None:
+    run_ranks(odd_rows, 2, init={"tp_size": 2})
+
+
+def refused() -> list[str]:
+    x = torch.zeros(3, IN)
+    messages = []
+    for error, call in {
+        ValueError: lambda: parallel_linear(x, torch.zeros(OUT, 5), gather_input=True),
+        ConfigError: lambda: ColumnParallelLinear(IN, 13),
+    }.items():
+        with pytest.raises(error) as caught:
+            call()
+        messages.append(str(caught.value))
+    for options, text in {
+        (False, False, True, None): "split_input needs reduce_output_type",
+        (False, True, False, 1): "gather_output and reduce_output_type exclude each other",
+        (True, False, False, 2): "gather_input with reduce_output_type needs split_input",
+    }.items():
+        with pytest.raises(ConfigError, match=text):
+            OpParallelLinear.apply(x, torch.zeros(OUT, IN), None, *options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="at least 1"):
+        parallel_linear(x, torch.zeros(OUT, IN), chunks=0)
+    with pytest.raises(ValueError, match="3 rows, which cannot be scattered evenly over 2 ranks. Pad them to 4"):
+        parallel_linear(x, torch.zeros(OUT, IN), reduce_output_type=ReduceType.REDUCE_SCATTER)
+    with pytest.raises(ConfigError, match="in_features is 9, which tp_size=2 does not divide"):
+        RowParallelLinear(9, OUT)
+    with pytest.raises(ConfigError, match=r"sections \(4, 4\) do not add up to out_features=12"):
+        ColumnParallelLinear(IN, OUT, sections=(4, 4))
+    with pytest.raises(ConfigError, match="A section of 12 output features is 5, which tp_size=2 does not divide"):
+        ColumnParallelLinear(IN, OUT, sections=(5, 7))
+    return messages
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    for wrong_width, wrong_size in run_ranks(refused, 2, init={"tp_size": 2}):
+        assert "Expected an input (rows, ..., 5) for this rank's weight of shape (12, 5), with tp_size=2" in wrong_width
+        assert (
+            wrong_size
+            == "out_features is 13, which tp_size=2 does not divide. Choose a multiple of 2, or another tp_size."
+        )
+
+
+def sections_are_gathered() -> None:
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(
+        IN, 12, dtype=torch.float64, sections=(4, 8), gather_output=True, async_gather_chunks=None
+    )
+    weight, bias = drawn(12, IN, seed=1), drawn(12, seed=2)
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    x = drawn(4, IN, seed=3)
+    torch.testing.assert_close(layer(own_rows(x)), linear(x, weight, bias))
+    torch.testing.assert_close(layer.state_dict()["weight"], weight)
+    index, size = tp()
+    own = torch.cat([part.chunk(size)[index] for part in weight.split([4, 8])])
+    torch.testing.assert_close(layer.weight, own)
+
+
+def test_sections_are_cut_each_by_itself_and_joined_again() -> None:
+    run_ranks(sections_are_gathered, 2, init={"tp_size": 2})
+
+
+def under_autocast() -> None:
+    x, weight = (
+        own_rows(drawn(4, IN)).float().requires_grad_(),
+        own_rows(drawn(OUT, IN, seed=1)).float().requires_grad_(),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = parallel_linear(x, weight, gather_input=True)
+    assert found.dtype == torch.bfloat16
+    found.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_autocast_decides_the_dtype() -> None:
+    run_ranks(under_autocast, 2, init={"tp_size": 2})
