@@ -10,6 +10,7 @@ from bench.case import Case
 from bench.models import Embeddings, Head, Size, TransformerBlock
 from bench.ours import Bmt
 from bench.sequence_first import SequenceFirstBlock, sequence_first_values, tensor_ranks
+from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding
 
 
 class BmtParallel(Bmt):
@@ -37,10 +38,10 @@ class ParallelBlock(SequenceFirstBlock):
 
     def __init__(self, size: Size, dtype: torch.dtype) -> None:
         super().__init__(size, dtype)
-        self.qkv = bmt.nn.ColumnParallelLinear(size.dim_model, 3 * size.dim_model, dtype=dtype)
-        self.attention_out = bmt.nn.RowParallelLinear(size.dim_model, size.dim_model, dtype=dtype)
-        self.up = bmt.nn.ColumnParallelLinear(size.dim_model, size.dim_ff, dtype=dtype)
-        self.down = bmt.nn.RowParallelLinear(size.dim_ff, size.dim_model, dtype=dtype)
+        self.qkv = ColumnParallelLinear(size.dim_model, 3 * size.dim_model, dtype=dtype)
+        self.attention_out = RowParallelLinear(size.dim_model, size.dim_model, dtype=dtype)
+        self.up = ColumnParallelLinear(size.dim_model, size.dim_ff, dtype=dtype)
+        self.down = RowParallelLinear(size.dim_ff, size.dim_model, dtype=dtype)
 
 
 class ParallelEmbeddings(nn.Module):
@@ -48,7 +49,7 @@ class ParallelEmbeddings(nn.Module):
 
     def __init__(self, size: Size, dtype: torch.dtype) -> None:
         super().__init__()
-        self.token = bmt.nn.VPEmbedding(size.vocabulary, size.dim_model, dtype=dtype)
+        self.token = VPEmbedding(size.vocabulary, size.dim_model, dtype=dtype)
         self.position = nn.Embedding(size.sequence, size.dim_model, dtype=dtype)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ class ParallelHead(Head):
 
     def __init__(self, size: Size, dtype: torch.dtype) -> None:
         super().__init__(size, dtype)
-        self.logits = bmt.nn.VPEmbedding(size.vocabulary, size.dim_model, dtype=dtype)
+        self.logits = VPEmbedding(size.vocabulary, size.dim_model, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Take (length / tp, batch, dim_model) to logits of the whole length and vocabulary / tp, in the order (batch, length)."""

@@ -1,7 +1,7 @@
 """``tp-block``: milliseconds of one tensor-parallel block, forward and backward, under bmt and torch's DTensor.
 
-Start it with torchrun. All ranks are one tensor-parallel group. "local" is what one rank computes, with nothing communicated. Every block that
-communicates is compared with the whole one, see :func:`disagreement`.
+Start it with torchrun. All ranks are one tensor-parallel group. "local" is what one rank computes, with nothing communicated.
+Every block that communicates is compared with the whole one, see :func:`disagreement`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,11 +69,16 @@ def main(arguments: Sequence[str]) -> int:
         rows: list[Figures] = []
         for variant in options.variants.split(","):
             for tokens in (int(text) for text in options.tokens.split(",")):
+                started = time.perf_counter()
                 rows.append(_measure_or_fail(variant, tokens, options, device))
                 free_memory(device, compiled=True)
                 if bmt.rank() == 0:
                     append(options.output, {**run, "size": options.size, "blocks": options.blocks, **asdict(rows[-1])})
-                    print(rows[-1], flush=True)
+                    took = time.perf_counter() - started
+                    print(
+                        f"{variant}, {tokens} tokens: {_cell(rows[-1])} {rows[-1].reason} (took {took:.1f} s)",
+                        flush=True,
+                    )
                 stop_if_stuck(device, rows[-1].status, lambda: format_table(rows, options.blocks))
         if bmt.rank() == 0:
             print(f"\n{format_table(rows, options.blocks)}", flush=True)
@@ -190,10 +196,10 @@ def _measure(variant: str, tokens: int, options: argparse.Namespace, device: tor
         blocks.run(rows, gradient)
         blocks.clear()
 
-    together(lambda: _repeat(step, options.warmup, device))
+    _repeat(step, options.warmup, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = largest(together(lambda: _repeat(step, options.loops, device)))
+    seconds = largest(_repeat(step, options.loops, device))
     peak = peak_gib(device)
     figures = Figures(
         variant=variant,
@@ -207,7 +213,7 @@ def _measure(variant: str, tokens: int, options: argparse.Namespace, device: tor
     if options.trace is not None:
         del blocks
         blocks = together(lambda: make(1))
-        together(lambda: _repeat(step, options.warmup, device))
+        _repeat(step, options.warmup, device)
         path = options.trace / f"{kind}-{mode}-{tokens}.json.gz"
         together(lambda: write_trace(step, path))
         together(lambda: synchronize(device))
@@ -222,13 +228,17 @@ def _agreement(blocks: Blocks, reference: Reference) -> str:
 
 
 def _repeat(step: Callable[[], None], count: int, device: torch.device) -> list[float]:
-    """Return the seconds of each of ``count`` steps; nothing waits for the device in between."""
+    """Return the seconds of each of ``count`` steps; nothing waits for the device in between. Collective."""
     clock = StepClock(device)
-    clock.mark()
-    for _ in range(count):
-        step()
+
+    def steps() -> None:
         clock.mark()
-    synchronize(device)
+        for _ in range(count):
+            step()
+            clock.mark()
+
+    together(steps)
+    together(lambda: synchronize(device))
     return clock.seconds()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -36,8 +37,10 @@ class Blocks(ABC):
 
     def _chain(self, blocks: list[nn.Module]) -> nn.Module:
         if self.mode != "eager":
+            # As an option, it also reaches the compilation of backward, which happens on another thread.
+            options = {"_micro_pipeline_tp": True} if self.mode == "async" else None
             for block in blocks:
-                block.compile(dynamic=False)
+                block.compile(dynamic=False, options=options)
         return nn.Sequential(*blocks)
 
     def run(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,6 +68,8 @@ class DTensorBlocks(Blocks):
 
     def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, count: int, *, mode: str) -> None:
         if mode == "async":
+            # On shared hosts a program that uses NVLink multicast can take the GPUs of others down.
+            os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             enable_symm_mem_for_group(mesh_of(device).get_group().group_name)
         super().__init__(size, dtype, device, count, mode=mode)
 
@@ -74,11 +79,6 @@ class DTensorBlocks(Blocks):
     def _whole(self, parameter: torch.Tensor, gradient: Any) -> torch.Tensor:
         assert isinstance(gradient, DTensor)
         return gradient.full_tensor()
-
-    def run(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Blocks.run`."""
-        with torch._inductor.config.patch(_micro_pipeline_tp=self.mode == "async"):
-            return super().run(rows, gradient)
 
 
 class BmtBlocks(Blocks):

@@ -1,9 +1,8 @@
-"""Tensor parallelism in the benchmark: every toolkit trains one model, and every parallel block computes what the whole one does."""
+"""Tensor parallelism in the benchmark: all toolkits train one model, and parallel blocks compute what the whole one does."""
 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from bmt_core.testing import run_ranks
 
 TINY = SIZES["tiny"]
 CPU = torch.device("cpu")
-needs_bmt_tp = pytest.mark.skipif(find_spec("bmt_tp") is None, reason="bmt-tp is not there")
 
 
 def test_sequence_first_model_is_the_same_model() -> None:
@@ -31,8 +29,10 @@ def test_sequence_first_model_is_the_same_model() -> None:
     for number, kind in enumerate((Embeddings, TransformerBlock, Head)):
         unit = kind(TINY, torch.float64)
         fill(unit, TINY, seed=SEED + number, rounded_to=torch.float64)
-        if kind is TransformerBlock:
-            unit.qkv.bias.data.normal_()
+        with torch.no_grad():
+            for name, parameter in unit.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_()
         counterpart = sequence_first(unit, TINY)
         hidden, rows = unit(hidden), counterpart(rows)
         torch.testing.assert_close(rows.transpose(0, 1), hidden)
@@ -40,7 +40,6 @@ def test_sequence_first_model_is_the_same_model() -> None:
     torch.testing.assert_close(token_loss(rows, targets.t()), token_loss(hidden, targets))
 
 
-@needs_bmt_tp
 def test_parallel_toolkits_train_like_zero(tmp_path: Path) -> None:
     output = tmp_path / "records.jsonl"
     options = (
@@ -55,7 +54,6 @@ def test_parallel_toolkits_train_like_zero(tmp_path: Path) -> None:
         assert record["tokens_per_second"] == pytest.approx(2 * TINY.sequence / record["step_seconds"])
 
 
-@needs_bmt_tp
 def test_command_measures_blocks_and_compares_them(tmp_path: Path) -> None:
     output = tmp_path / "records.jsonl"
     options = "--size tiny --tokens 64,128 --dtype fp32 --blocks 2 --warmup 1 --loops 2 --device cpu"
@@ -86,7 +84,6 @@ def disagreement_of_wrong_blocks() -> list[float]:
     return ratios
 
 
-@needs_bmt_tp
 def test_block_that_computes_something_else_is_found() -> None:
     for ratios in run_ranks(disagreement_of_wrong_blocks, 2, init={"tp_size": 2}):
         assert min(ratios) > 10 * tp_block.MAX_ROUNDINGS
@@ -102,7 +99,6 @@ def shapes_of_one_rank() -> tuple[list[Any], list[Any]]:
     )
 
 
-@needs_bmt_tp
 def test_local_block_has_the_shapes_of_one_rank() -> None:
     for parallel, local in run_ranks(shapes_of_one_rank, 2, init={"tp_size": 2}):
         assert local == parallel
