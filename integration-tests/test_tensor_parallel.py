@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import bmt_recording
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
 
 STEPS, SEQUENCE = 5, 8
@@ -134,6 +136,48 @@ def test_compiled_blocks(use_checkpoint: bool) -> None:
     check("tp 2", dtype=torch.float32, block={"compile": True, "use_checkpoint": use_checkpoint})
 
 
+# ---- what travels ----
+
+
+def elements_sent(kind: str, use_checkpoint: bool, chunks: int) -> tuple[int, int]:
+    """Elements that this rank sends along tp in forward and in backward."""
+    rows, features, wide = 12, 8, 16
+    if kind == "column":
+        layer: nn.Module = ColumnParallelLinear(features, wide, async_gather_chunks=chunks)
+    else:
+        layer = RowParallelLinear(wide, features, async_chunks=chunks)
+    bmt_core.init_parameters(layer)
+    block = Block(layer, use_checkpoint=use_checkpoint)
+    size = current().topology.axis_size("tp")
+    x = torch.ones(rows // size, features) if kind == "column" else torch.ones(rows, wide // size)
+    x.requires_grad_()
+    bmt_recording.clear()
+    output = block(x)
+    forward = sum(call.numel for call in bmt_recording.calls if call.op == "send")
+    bmt_recording.clear()
+    output.sum().backward()
+    backward = sum(call.numel for call in bmt_recording.calls if call.op == "send")
+    return forward, backward
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_volume_is_what_the_docstring_says(tp_size: int) -> None:
+    """(W - 1)/W of rows x features: the input in forward, its gradient in backward, and the input again for the weight's."""
+    rows, features = 12, 8
+    for kind, use_checkpoint, chunks in [
+        ("column", False, 1),
+        ("row", False, 2),
+        ("column", True, 2),
+        ("row", True, 1),
+    ]:
+        init = {"tp_size": tp_size, "comm_backend": "recording"}
+        once = (tp_size - 1) * rows * features // tp_size
+        for forward, backward in run_ranks(elements_sent, tp_size, kind, use_checkpoint, chunks, init=init):
+            assert forward == once
+            # A recomputation ends before the product of the only layer, and gathers nothing for it.
+            assert backward == (2 * once if kind == "column" else once), (kind, use_checkpoint)
+
+
 # ---- files, initial values, random numbers ----
 
 
@@ -141,7 +185,7 @@ def trained_and_saved(path: str) -> dict[str, torch.Tensor]:
     model = Net(torch.float32, wrap=Block)
     model.load_state_dict(fill(model))
     manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1))
+    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1, **SETTINGS["adam"]))
     step(model, manager)
     bmt_core.save(model, path)
     state = manager.state_dict(gather_opt=True)
@@ -164,7 +208,7 @@ def loaded_and_trained(path: str) -> dict[str, torch.Tensor]:
     model = Net(torch.float32, wrap=Block)
     bmt_core.load(model, path)
     manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1))
+    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1, **SETTINGS["adam"]))
     manager.load_state_dict(torch.load(f"{path}.optim", weights_only=True))
     step(model, manager)
     return dict(model.state_dict())

@@ -135,7 +135,7 @@ def refused() -> list[str]:
             OpParallelLinear.apply(x, torch.zeros(OUT, IN), None, *options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="at least 1"):
         parallel_linear(x, torch.zeros(OUT, IN), chunks=0)
-    with pytest.raises(ValueError, match="3 rows, which cannot be scattered evenly over 2 ranks. Pad them to 4"):
+    with pytest.raises(ValueError, match=r"3 rows, which cannot be scattered evenly over 2 ranks\. Pad them to 4"):
         parallel_linear(x, torch.zeros(OUT, IN), reduce_output_type=ReduceType.REDUCE_SCATTER)
     with pytest.raises(ConfigError, match="in_features is 9, which tp_size=2 does not divide"):
         RowParallelLinear(9, OUT)

@@ -24,7 +24,7 @@ def gather_features(x: torch.Tensor, group: Group, sections: Sequence[int] = ())
 
 
 def own_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Take features (..., F), alike on all ranks, to this rank's (..., F/W); backward gathers the gradients. Collective in backward."""
+    """Take features (..., F), alike on all ranks, to this rank's (..., F/W). Backward gathers the gradients, and is collective."""
     own: torch.Tensor = _OwnFeatures.apply(x, group, _cut(x, ()))  # type: ignore[no-untyped-call]
     return own
 

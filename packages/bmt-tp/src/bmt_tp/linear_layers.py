@@ -8,6 +8,7 @@ import torch
 
 from bmt_core import DistributedModule, DistributedParameter, Locality, ParameterInitializer
 from bmt_core.errors import ConfigError
+from bmt_core.modules.layer_gradients import LayerGradients
 from bmt_tp.feature_exchange import gather_features
 from bmt_tp.parallel_linear import ReduceType, parallel_linear
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_size
@@ -26,6 +27,8 @@ class ColumnParallelLinear(DistributedModule):
     ``init_parameters`` gives the values of Xavier's normal distribution for the whole matrix. Communication and gradients:
     see :func:`parallel_linear`. Raises :class:`ConfigError` for sizes that tp does not divide.
     """
+
+    layer_gradients: LayerGradients | None = None
 
     def __init__(
         self,
@@ -67,7 +70,12 @@ class ColumnParallelLinear(DistributedModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Take rows of ``in_features`` to all rows of this rank's, or of all, output features. Collective over tp."""
         output = parallel_linear(
-            input, self.weight, self.bias, gather_input=self.gather_input, chunks=self.async_gather_chunks
+            input,
+            self.weight,
+            self.bias,
+            gather_input=self.gather_input,
+            chunks=self.async_gather_chunks,
+            gradients=self.layer_gradients,
         )
         if self.gather_output and tensor_size() > 1:
             return gather_features(output, tensor_group(), self.sections)
@@ -93,6 +101,8 @@ class RowParallelLinear(DistributedModule):
     ``bias`` is one vector of out_features for all ranks: each computes its gradient from its part of the rows, and the engine sums
     them. Initial values, communication and errors: see :class:`ColumnParallelLinear`.
     """
+
+    layer_gradients: LayerGradients | None = None
 
     def __init__(
         self,
@@ -133,6 +143,7 @@ class RowParallelLinear(DistributedModule):
             split_input=self.split_input,
             reduce_output_type=ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
             chunks=self.async_chunks,
+            gradients=self.layer_gradients,
         )
 
     def extra_repr(self) -> str:

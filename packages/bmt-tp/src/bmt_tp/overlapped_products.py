@@ -153,7 +153,7 @@ def _exchange(group: Group, outgoing: torch.Tensor, to: int, incoming: torch.Ten
 
 
 def _pieces(group: Group, rows: int, chunks: int | None) -> list[tuple[int, int, slice]]:
-    """Return ``(rank to send to, rank to receive from, which of its rows)`` in the order of work: see [Note: order of the pieces]."""
+    """Return ``(rank to send to, rank to receive from, which of its rows)``, in the order of the pieces: see the note on it."""
     steps = range(1, group.size)
     return [
         ((group.rank + step) % group.size, (group.rank - step) % group.size, part)

@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
+from bmt_core.modules.layer_gradients import GradientWriter, LayerGradients
 from bmt_core.torch_internals import never_compiled
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
 from bmt_tp.overlapped_products import GatheredRows, product_with_gathered, reduced_product, summed_product
@@ -73,6 +74,7 @@ def parallel_linear(
     split_input: bool = False,
     reduce_output_type: ReduceType | int | None = None,
     chunks: int | None = None,
+    gradients: LayerGradients | None = None,
 ) -> torch.Tensor:
     """Return ``input weightᵀ + bias`` of the whole input and weight, of which each rank of the group has a part.
 
@@ -97,6 +99,8 @@ def parallel_linear(
     receives, in forward, gathering (W - 1)/W * T * I elements, reducing by scatter (W - 1)/W * T * O; in backward, reversed,
     and the gathered input once more. Collective over the group. With one rank it is ``torch.nn.functional.linear``.
 
+    ``gradients`` is what a Block has set on the layer whose weight and bias these are.
+
     Raises ``ValueError`` for shapes that do not fit, :class:`ConfigError` for options that contradict each other; before
     anything is communicated, on every rank, whose shapes are alike.
     """
@@ -108,7 +112,7 @@ def parallel_linear(
     _check_shapes(input, weight, bias, group, split_input)
     input, weight, bias = _as_autocast(input, weight, bias)
     if reduce_type is None:
-        output: torch.Tensor = _ColumnLinear.apply(input, weight, bias, group, gather_input, chunks)  # type: ignore[no-untyped-call]
+        output = _with_writer(gradients, _ColumnLinear, input, weight, bias, group, gather_input, chunks)
         return gather_features(output, group) if gather_output else output
     if split_input:
         input = rows_to_features(input, group) if gather_input else own_features(input, group)
@@ -118,8 +122,24 @@ def parallel_linear(
             f"The output has {len(input)} rows, which cannot be scattered evenly over {group.size} ranks."
             f" Pad them to {-(-len(input) // group.size) * group.size}, or use ReduceType.ALL_REDUCE."
         )
-    result: torch.Tensor = _RowLinear.apply(input, weight, bias, group, scattered, chunks)  # type: ignore[no-untyped-call]
-    return result
+    return _with_writer(gradients, _RowLinear, input, weight, bias, group, scattered, chunks)
+
+
+def _with_writer(
+    gradients: LayerGradients | None,
+    function: type[torch.autograd.Function],
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *options: Any,
+) -> torch.Tensor:
+    writer = None if gradients is None else gradients.writer(input, weight, bias)
+    if writer is not None:
+        writer.begin_forward(input)
+    output: torch.Tensor = function.apply(input, weight, bias, writer, *options)  # type: ignore[no-untyped-call]
+    if writer is not None:
+        writer.end_forward()
+    return output
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -131,11 +151,12 @@ class _ColumnLinear(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        writer: GradientWriter | None,
         group: Group,
         gather_input: bool,
         chunks: int | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
+        _save(ctx, input, weight, writer)
         ctx.group, ctx.gather_input, ctx.chunks = group, gather_input, chunks
         if not gather_input:
             return linear(input, weight, bias).detach()
@@ -145,7 +166,7 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        input, weight = ctx.saved_tensors
+        input, weight = _saved(ctx)
         grad, rows, lane = _rows(grads[0]), _rows(input), tensor_lane()
         for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
         gathered = GatheredRows(rows, ctx.group, lane) if ctx.gather_input and for_weight else None
@@ -154,10 +175,10 @@ class _ColumnLinear(torch.autograd.Function):
             wait = summed_product(grad, weight.t(), ctx.group, lane, ctx.chunks).wait
         elif for_input:
             wait = reduced_product(grad, weight.t(), ctx.group, lane, ctx.chunks)
-        of_weight = grad.t().mm(gathered.wait() if gathered is not None else rows) if for_weight else None
-        of_bias = grad.sum(0) if for_bias else None
+        of_bias = _bias_gradient(ctx, grad) if for_bias else None
+        of_weight = _weight_gradient(ctx, grad, rows if gathered is None else gathered.wait()) if for_weight else None
         of_input = wait().view(input.shape) if wait is not None else None
-        return of_input, of_weight, of_bias, None, None, None
+        return of_input, of_weight, of_bias, None, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -169,11 +190,12 @@ class _RowLinear(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        writer: GradientWriter | None,
         group: Group,
         scattered: bool,
         chunks: int | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight)
+        _save(ctx, input, weight, writer)
         ctx.group, ctx.scattered, ctx.chunks = group, scattered, chunks
         if scattered:
             output = summed_product(_rows(input), weight, group, tensor_lane(), chunks).wait()
@@ -186,12 +208,12 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        input, weight = ctx.saved_tensors
+        input, weight = _saved(ctx)
         grad, rows, group = _rows(grads[0]), _rows(input), ctx.group
         for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
         of_bias = None
         if for_bias:
-            of_bias = (grad if ctx.scattered else grad.tensor_split(group.size)[group.rank]).sum(0)
+            of_bias = _bias_gradient(ctx, grad if ctx.scattered else grad.tensor_split(group.size)[group.rank])
         of_input = None
         if ctx.scattered:
             gathered = GatheredRows(grad, group, tensor_lane(), ctx.chunks)
@@ -199,8 +221,38 @@ class _RowLinear(torch.autograd.Function):
             grad = gathered.wait()
         elif for_input:
             of_input = grad.mm(weight)
-        of_weight = grad.t().mm(rows) if for_weight else None
-        return None if of_input is None else of_input.view(input.shape), of_weight, of_bias, None, None, None
+        of_weight = _weight_gradient(ctx, grad, rows) if for_weight else None
+        of_input = None if of_input is None else of_input.view(input.shape)
+        return of_input, of_weight, of_bias, None, None, None, None
+
+
+def _save(ctx: Any, input: torch.Tensor, weight: torch.Tensor, writer: GradientWriter | None) -> None:
+    ctx.writer = writer
+    if writer is None:
+        ctx.save_for_backward(input, weight)
+    else:
+        ctx.save_for_backward(input)
+        ctx.weight = weight
+
+
+def _saved(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the input and the weight, with its values there."""
+    if ctx.writer is not None:
+        ctx.writer.begin_backward()  # backward may not have come through the block's outputs
+    input, *weight = ctx.saved_tensors
+    return input, weight[0] if weight else ctx.weight
+
+
+def _weight_gradient(ctx: Any, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = (
+        grad.t().mm(input) if ctx.writer is None else ctx.writer.weight_gradient(grad, input)
+    )
+    return gradient
+
+
+def _bias_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = grad.sum(0) if ctx.writer is None else ctx.writer.bias_gradient(grad)
+    return gradient
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

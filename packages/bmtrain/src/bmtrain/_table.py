@@ -66,7 +66,8 @@ TABLE: dict[str, dict[str, Home]] = {
     "bmtrain.lr_scheduler": _SCHEDULERS,
     "bmtrain.lr_scheduler.warmup": _from("bmt_optim.lr_scheduler", "WarmupLRScheduler"),
     "bmtrain.nn": {
-        **_from("bmt_tp", "ColumnParallelLinear Linear OpLinear RowParallelLinear VPEmbedding"),
+        **_from("bmt_core.nn", "Linear OpLinear"),
+        **_from("bmt_tp", "ColumnParallelLinear RowParallelLinear VPEmbedding"),
         **_PARALLEL_LINEAR,
     },
     "bmtrain.nn.parallel_linear_func": _PARALLEL_LINEAR,
@@ -83,13 +84,14 @@ TABLE: dict[str, dict[str, Home]] = {
 FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.store", "bmtrain.utils")
 """Public modules with code of their own, in files beside this one: what only scripts written for BMTrain need."""
 
-NOT_YET = ("bmt_pipeline", "bmt_tp")
+NOT_YET = ("bmt_pipeline",)
 """Packages that do not exist yet. The table has their names, so that the error can say where they will be."""
 
 # Written out, so that a test can find each line and check it. From a clone, pip needs the paths of all packages of ours.
 INSTALL_HINTS = {
     "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
     "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
+    "bmt_tp": 'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
     "bmt_zero": 'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
 }
 """How a user installs each package that names come from."""

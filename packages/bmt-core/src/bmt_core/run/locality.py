@@ -68,7 +68,7 @@ class Locality:
         tensor([2, 3, 5])
         """
         assert self.split_dim is not None
-        sections = whole.split(self.sections, self.split_dim) if self.sections else [whole]
+        sections = torch.split(whole, list(self.sections), self.split_dim) if self.sections else [whole]
         own = [s.narrow(self.split_dim, index * (length := s.shape[self.split_dim] // size), length) for s in sections]
         return own[0] if len(own) == 1 else torch.cat(own, self.split_dim)
 
@@ -82,7 +82,7 @@ class Locality:
         if not self.sections:
             return torch.cat(list(slices), self.split_dim)
         lengths = [section // len(slices) for section in self.sections]
-        parts = zip(*[part.split(lengths, self.split_dim) for part in slices], strict=True)
+        parts = zip(*[torch.split(part, lengths, self.split_dim) for part in slices], strict=True)
         return torch.cat([piece for section in parts for piece in section], self.split_dim)
 
 

@@ -65,13 +65,20 @@ class RunningCall:
 
 
 class DirectLinear:
-    """The forward of one ``nn.Linear`` inside a block, while whole parameters are in the block's modules."""
+    """The forward of one ``nn.Linear`` inside a block, while whole parameters are in the block's modules; of other layers that
+    compute gradients themselves, the :class:`bmt_core.modules.layer_gradients.LayerGradients`.
+    """
 
-    def __init__(self, running: RunningCall, layer: nn.Linear, weight: Location, bias: Location | None) -> None:
+    def __init__(self, running: RunningCall, layer: nn.Module, weight: Location, bias: Location | None) -> None:
         self._running = running
         self._parameters: dict[str, Any] = layer._parameters
         self.weight = weight
         self.bias = bias
+
+    def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Writer | None:
+        """See :class:`bmt_core.modules.layer_gradients.LayerGradients`."""
+        call = self._running.call
+        return None if call is None or not _is_plain(input, weight, bias) else _Writer(self, call)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See ``torch.nn.functional.linear``."""
@@ -125,6 +132,35 @@ class _Linear(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
+class _Writer:
+    """See :class:`bmt_core.modules.layer_gradients.GradientWriter`."""
+
+    def __init__(self, layer: DirectLinear, call: GradientCall) -> None:
+        self._layer = layer
+        self._call = call
+        self._recomputation = call.layer_recomputation
+        self._before = 0
+
+    def begin_forward(self, input: torch.Tensor) -> None:
+        if self._recomputation is not None:
+            self._before = self._recomputation.before_layer(input)
+
+    def end_forward(self) -> None:
+        if self._recomputation is not None:
+            self._recomputation.after_layer(self._before)
+            self._recomputation = None  # autograd will hold this object, and with it nothing that was saved
+
+    def begin_backward(self) -> None:
+        self._call.begin_backward()
+
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
+        return _written(self._call, self._layer.weight, _WeightGradient(grad, input))
+
+    def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
+        assert self._layer.bias is not None
+        return _written(self._call, self._layer.bias, _BiasGradient(grad))
+
+
 class _WeightGradient:
     def __init__(self, grad: torch.Tensor, input: torch.Tensor) -> None:
         self._factors = grad.t(), input
@@ -170,22 +206,31 @@ def _written(
 
 def direct_linears(
     running: RunningCall, module: nn.Module, locations: Mapping[int, Location]
-) -> list[tuple[dict[str, Any], DirectLinear]]:
-    """Return ``(layer.__dict__, its DirectLinear)`` for each layer in ``module`` that may write its gradients itself.
+) -> list[tuple[dict[str, Any], str, DirectLinear]]:
+    """Return ``(layer.__dict__, name, its DirectLinear)`` for each layer in ``module`` that may write its gradients itself.
 
+    The name is that of the attribute to set: ``forward`` of an ``nn.Linear``, ``layer_gradients`` of a layer that asks for it.
     ``locations`` says where the parameter with that id lies. A weight that several layers share is left to autograd.
     """
-    layers = [m for m in module.modules() if type(m).forward is nn.Linear.forward and "forward" not in m.__dict__]
+    layers = [m for m in module.modules() if _attribute_of(m) is not None]
     weights = [id(layer._parameters.get("weight")) for layer in layers]
     found = []
     for layer, weight in zip(layers, weights, strict=True):
         bias = layer._parameters.get("bias")
         if weight not in locations or weights.count(weight) > 1 or (bias is not None and id(bias) not in locations):
             continue
-        assert isinstance(layer, nn.Linear)
         of_bias = None if bias is None else locations[id(bias)]
-        found.append((layer.__dict__, DirectLinear(running, layer, locations[weight], of_bias)))
+        name = _attribute_of(layer)
+        assert name is not None
+        found.append((layer.__dict__, name, DirectLinear(running, layer, locations[weight], of_bias)))
     return found
+
+
+def _attribute_of(module: nn.Module) -> str | None:
+    if hasattr(type(module), "layer_gradients"):
+        return "layer_gradients"
+    is_linear = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+    return "forward" if is_linear else None
 
 
 def _is_plain(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

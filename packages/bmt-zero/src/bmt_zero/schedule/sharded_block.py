@@ -179,8 +179,8 @@ class ShardedBlock:
             for position, p in enumerate(group.group.parameters)
         }
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
-        forwards = direct_linears(self.running, block, locations) if self._direct_gradients else []
-        self.slots = ParameterSlots(slots, index_of, forwards)
+        attributes = direct_linears(self.running, block, locations) if self._direct_gradients else []
+        self.slots = ParameterSlots(slots, index_of, attributes)
         self.buffers = BlockBuffers([module._buffers for module in block.modules()])
         self.buffers.to(current().device)
 

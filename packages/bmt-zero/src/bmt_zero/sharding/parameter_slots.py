@@ -35,17 +35,17 @@ class ParameterSlots:
     Calls of one block may overlap (it is used twice, a backward pass runs inside of a forward): each puts its own whole
     parameters in, the last ones are what modules find, and the parameters are back when all are taken out.
 
-    ``index_of``: which of the block's own parameters the one with that id is. ``forwards``: ``(layer.__dict__, function)`` of
-    layers whose ``forward`` is replaced as long as whole parameters are in.
+    ``index_of``: which of the block's own parameters the one with that id is. ``attributes``: ``(layer.__dict__, name, value)`` of
+    what is set on layers as long as whole parameters are in.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], index_of: Mapping[int, int], forwards: Sequence[tuple[dict[str, Any], Any]]
+        self, slots: Sequence[Slot], index_of: Mapping[int, int], attributes: Sequence[tuple[dict[str, Any], str, Any]]
     ) -> None:
         self._slots = slots
         self._own = [(holder, name, index_of[id(p)]) for holder, name, p in slots if id(p) in index_of]
         self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
-        self._forwards = forwards
+        self._attributes = attributes
         self._inside: list[WholeParameters] = []
 
     def put(self, whole: WholeParameters) -> None:
@@ -62,8 +62,8 @@ class ParameterSlots:
         """Put the parameters themselves into the modules, until :meth:`show_present`, to save or copy them."""
         for holder, name, parameter in self._slots:
             holder[name] = parameter
-        for attributes, _ in self._forwards:
-            attributes.pop("forward", None)
+        for attributes, name, _ in self._attributes:
+            attributes.pop(name, None)
 
     def show_present(self) -> None:
         """Put into the modules what was put in last, or the parameters if nothing is."""
@@ -89,5 +89,5 @@ class ParameterSlots:
             holder[name] = own[index]
         for holder, name, parameter in self.foreign:
             holder[name] = foreign.get(id(parameter), parameter)
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
+        for attributes, name, value in self._attributes:
+            attributes[name] = value
