@@ -12,6 +12,7 @@ COMMANDS = {
     "measure": "bench.run",
     "table": "bench.table",
     "timeline": "bench.timeline",
+    "tp-block": "bench.tp_block",
 }
 
 

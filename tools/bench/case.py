@@ -15,6 +15,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class Case:
     """What is trained, how, and for how many steps. ``batch`` is sequences per rank.
 
+    ``tp`` is the size of tensor-parallel groups, in which each rank trains on the sequences of all; other toolkits shard over
+    the ranks of such a group as over any others.
     ``reduce_dtype`` is what the toolkit is told to reduce gradients in; None leaves it to the toolkit.
     """
 
@@ -26,6 +28,7 @@ class Case:
     dtype: str
     reduce_dtype: str | None
     optimizer: str
+    tp: int
     batch: int
     warmup: int
     steps: int

@@ -9,7 +9,7 @@ from bench.intervals import Interval, merge
 
 _WIDTH, _LEFT, _TOP = 1200.0, 70.0, 30.0
 _ROW, _BAR = 34.0, 24.0
-_COLOURS = {"compute": "#4c78a8", "gather": "#f2b880", "reduce": "#a8cf9a", "other": "#b0b0b0"}
+_COLOURS = {"compute": "#4c78a8", "gather": "#f2b880", "reduce": "#a8cf9a", "exchange": "#f2b880", "other": "#b0b0b0"}
 _STRONG = "#d62728"
 _NUM_TICKS = 8
 

@@ -23,31 +23,50 @@ class FSDP2(Training):
     name = "fsdp2"
 
     def __init__(self, case: Case, device: torch.device) -> None:
-        mesh = mesh_of(device)
+        mesh = self.mesh(device)
         policy = mixed_precision(case)
 
         def shard(unit: nn.Module) -> nn.Module:
             frees = case.level == 3 and not isinstance(unit, Head)
+            unit = self.parallel(unit, case, device)
             if isinstance(unit, TransformerBlock):
                 if case.recompute:
                     unit = checkpoint_wrapper(unit)
                 if case.compile:
                     unit.compile()
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+            self.fully_shard(unit, mesh, policy, frees)
             return unit
 
         self.model = build_gpt(
             case.shape,
-            dtype=torch.float32,
+            dtype=self.parameter_dtype(case),
             rounded_to=DTYPES[case.dtype],
             device=device,
             shard=shard,
             chain=lambda blocks: nn.Sequential(*blocks),
         )
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self.fully_shard(self.model, mesh, policy, None)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=learning_rate(case.shape), weight_decay=WEIGHT_DECAY, fused=True
         )
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """Return the ranks over which parameters are sharded."""
+        return mesh_of(device)
+
+    def fully_shard(
+        self, module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, frees: bool | None
+    ) -> None:
+        """Shard ``module`` over ``mesh``; None leaves it to FSDP2 whether it frees after forward."""
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+
+    def parameter_dtype(self, case: Case) -> torch.dtype:
+        """Return the dtype of what the optimizer updates."""
+        return torch.float32
+
+    def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
+        """Return what is sharded in the place of ``unit``, with its values."""
+        return unit
 
     @classmethod
     def version(cls) -> str:

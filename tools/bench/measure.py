@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-import bmtrain as bmt
 from bench.case import Case
 from bench.device import StepClock, allocated_gib, peak_gib, synchronize
 from bench.ranks import largest, mean, together
@@ -60,7 +59,8 @@ def _measure(
     left_over: float | None,
     build_seconds: float,
 ) -> Measurement:
-    batch = make_batch(case.shape, batch=case.batch, rank=bmt.rank(), device=device)
+    batches = [make_batch(case.shape, batch=case.batch, rank=rank, device=device) for rank in training.data_ranks()]
+    batch = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     losses: list[torch.Tensor] = []
 
     def warm_up() -> None:
@@ -101,7 +101,7 @@ def _measure(
         warmup_seconds=warmup_seconds,
     )
     if trace is not None:
-        together(lambda: write_trace(training, batch, trace / f"{case.name}.json.gz"))
+        together(lambda: write_trace(lambda: training.step(*batch), trace / f"{case.name}.json.gz"))
         together(lambda: synchronize(device))
     return measurement
 

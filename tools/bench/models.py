@@ -73,11 +73,11 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.num_heads = size.num_heads
         self.norm_attention = nn.LayerNorm(size.dim_model, dtype=dtype)
-        self.qkv = nn.Linear(size.dim_model, 3 * size.dim_model, dtype=dtype)
-        self.attention_out = nn.Linear(size.dim_model, size.dim_model, dtype=dtype)
+        self.qkv: nn.Module = nn.Linear(size.dim_model, 3 * size.dim_model, dtype=dtype)
+        self.attention_out: nn.Module = nn.Linear(size.dim_model, size.dim_model, dtype=dtype)
         self.norm_feed_forward = nn.LayerNorm(size.dim_model, dtype=dtype)
-        self.up = nn.Linear(size.dim_model, size.dim_ff, dtype=dtype)
-        self.down = nn.Linear(size.dim_ff, size.dim_model, dtype=dtype)
+        self.up: nn.Module = nn.Linear(size.dim_model, size.dim_ff, dtype=dtype)
+        self.down: nn.Module = nn.Linear(size.dim_ff, size.dim_model, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Take (batch, length, dim_model) to the same shape."""
@@ -101,7 +101,7 @@ class Head(nn.Module):
     def __init__(self, size: Size, dtype: torch.dtype) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(size.dim_model, dtype=dtype)
-        self.logits = nn.Linear(size.dim_model, size.vocabulary, bias=False, dtype=dtype)
+        self.logits: nn.Module = nn.Linear(size.dim_model, size.vocabulary, bias=False, dtype=dtype)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Take (batch, length, dim_model) to (batch, length, vocabulary)."""

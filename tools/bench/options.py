@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.case import DTYPES, Case
 from bench.models import SIZES
+from bench.ours import Bmt
 from bench.toolkits import TOOLKITS
 
 OURS = "bmt"
@@ -23,6 +24,7 @@ class Options:
     level: int
     recompute: bool
     compile: bool
+    tp: int
     batch: tuple[int, ...]
     dtype: str
     reduce_dtype: str | None
@@ -56,7 +58,7 @@ class Options:
         return [self._case(toolkit, batch) for toolkit in self.toolkits for batch in self.batch]
 
     def _case(self, toolkit: str, batch: int) -> Case:
-        is_ours = toolkit == OURS
+        is_ours = issubclass(TOOLKITS[toolkit], Bmt)
         return Case(
             toolkit=toolkit,
             size=self.size,
@@ -66,6 +68,7 @@ class Options:
             dtype=self.dtype,
             reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
             optimizer=self.optimizer if is_ours else "torch AdamW, fused",
+            tp=self.tp,
             batch=batch,
             warmup=self.warmup,
             steps=self.steps,
@@ -90,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--recompute", action=argparse.BooleanOptionalAction, default=True, help="recompute every block in backward")
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile each block")
+    add("--tp", type=int, default=1, metavar="N", help="ranks over which bmt-tp and dtensor cut every layer")
     add("--batch", type=_integers, default=(1,), metavar="N[,N...]", help="sequences per rank")
     add("--dtype", choices=DTYPES, default="bf16", help="of computation; peers keep float32 parameters")
     add("--reduce-dtype", choices=("param", "fp32", "fp32-sum"), help="of bmt's gradients; None: as the engine does")

@@ -24,7 +24,7 @@ class Bmt(Training):
             # What backward needs first is not worth freeing: all toolkits keep the head.
             level = min(case.level, 2) if isinstance(unit, Head) else case.level
             return bmt.Block(
-                unit,
+                self.parallel(unit, case, device),
                 use_checkpoint=case.recompute and is_block,
                 zero_level=level,
                 initialized=True,
@@ -39,14 +39,18 @@ class Bmt(Training):
             case.optimizer, self.model.parameters(), lr=learning_rate(case.shape), **optimizer_settings(case.optimizer)
         )
 
+    def parallel(self, unit: nn.Module, case: Case, device: torch.device) -> nn.Module:
+        """Return what is made a Block in the place of ``unit``, with its values."""
+        return unit
+
     @classmethod
     def version(cls) -> str:
         """See :meth:`Training.version`."""
         return bmt.__version__
 
     def backward(self, loss: torch.Tensor) -> None:
-        """See :meth:`Training.backward`. bmt sums over ranks where the peers average."""
-        super().backward(loss / bmt.world_size())
+        """See :meth:`Training.backward`. bmt sums over ranks of different data where the peers average."""
+        super().backward(loss * len(self.data_ranks()) / bmt.world_size())
 
 
 def engine_settings(case: Case, *, is_block: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ MAX_LEFT_OVER = 0.2
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line asks; the exit status is 1 if a case failed otherwise than for lack of memory."""
     options = Options.parse(arguments)
-    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS)
+    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS, tp_size=options.tp)
     try:
         records = measure_all(options, describe_run(arguments, bmt.current().device))
     finally:
@@ -53,7 +53,7 @@ def measure_all(options: Options, run: Record) -> list[Record]:
             append(options.output, records[-1])
             took = time.perf_counter() - started
             print(f"[{number}/{len(cases)}] {case.name}: {summary(records[-1])} (took {took:.1f} s)", flush=True)
-        stop_if_stuck(device, records)
+        stop_if_stuck(device, records[-1]["status"], lambda: format_tables(records))
     if bmt.rank() == 0:
         print(f"\n{format_tables(records)}", flush=True)
     return records
@@ -87,12 +87,12 @@ def summary(record: Record) -> str:
     )
 
 
-def stop_if_stuck(device: torch.device, records: list[Record]) -> None:
-    """End the process if a failure left kernels that wait for each other: no later case could run. Collective."""
-    if records[-1]["status"] in (OK, SKIPPED) or largest([not is_drained(device)]) == [0.0]:
+def stop_if_stuck(device: torch.device, status: str, table: Callable[[], str]) -> None:
+    """End the process if the last case, of ``status``, left kernels that wait for each other: no later could run. Collective."""
+    if status in (OK, SKIPPED) or largest([not is_drained(device)]) == [0.0]:
         return
     if bmt.rank() == 0:
-        print(f"\n{format_tables(records)}\n\nRanks failed at different places: the cases after that were not run.")
+        print(f"\n{table()}\n\nRanks failed at different places: the cases after that were not run.")
     sys.stdout.flush()
     # An ordinary exit would wait for the kernels.
     os._exit(1)

@@ -2,10 +2,10 @@
 
 [Note: rows of the timeline]
 *compute*: everything but communication on the stream that is busiest with it. *gather* and *reduce*: NCCL kernels and copies
-between devices. *to host* and *to device*: copies of an optimizer that offloads, and *host*: its steps there. *other*: everything
-else on other streams (copies, sums, an optimizer that overlaps). Communication is **exposed**
-where nothing of *compute* runs; where a gather and a reduction are exposed at once, the moment counts for both, and once in the
-total. A collective's kernel also runs while it waits for a slower rank.
+between devices; *exchange*: kernels that send and receive, where no range says what for. *to host* and *to device*: copies of
+an optimizer that offloads, and *host*: its steps there. *other*: everything else on other streams (copies, sums, an optimizer
+that overlaps). Communication is **exposed** where nothing of *compute* runs; where a gather and a reduction are exposed at
+once, the moment counts for both, and once in the total. A collective's kernel also runs while it waits for a slower rank.
 
 A step begins where the compute of the step before it ends, and ends where its own compute ends, so steps tile the time.
 """
@@ -28,7 +28,7 @@ from bench.intervals import Interval, clip, subtract, total
 
 STEP_RANGE = "bench step "
 """Name of the profiler's range around a step, before its number."""
-GATHER, REDUCE = "gather", "reduce"
+GATHER, REDUCE, EXCHANGE = "gather", "reduce", "exchange"
 HOST = "host"
 _COPIES = {"DtoH": "to host", "HtoD": "to device"}
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -58,6 +58,7 @@ class Step:
     gather: list[Interval]
     reduce: list[Interval]
     other: list[Interval]
+    exchange: list[Interval] = field(default_factory=list)
     offload: dict[str, list[Interval]] = field(default_factory=dict)
 
     def exposed(self, communication: Iterable[Interval]) -> list[Interval]:
@@ -66,7 +67,7 @@ class Step:
 
     def milliseconds(self) -> dict[str, float]:
         """Return how long the step was, and for how long each row was busy, was exposed, or everything idle."""
-        communication = [*self.gather, *self.reduce]
+        communication = [*self.gather, *self.reduce, *self.exchange]
         copies = [interval for row in _COPIES.values() for interval in self.offload.get(row, [])]
         lengths = {
             "step": self.bounds[1] - self.bounds[0],
@@ -78,6 +79,8 @@ class Step:
             "other busy": total(self.other),
             "idle": total(subtract([self.bounds], [*self.compute, *communication, *copies, *self.other])),
         }
+        if self.exchange:
+            lengths["exposed exchange"] = total(self.exposed(self.exchange))
         for row, intervals in self.offload.items():
             lengths |= {f"{row} busy": total(intervals), f"{row} beside no compute": total(self.exposed(intervals))}
         return {name: microseconds / 1000 for name, microseconds in lengths.items()}
@@ -145,7 +148,7 @@ def _steps_on_host(events: Sequence[TraceEvent]) -> list[Activity]:
 
 
 def kind_of(name: str, lane: str | None) -> str | None:
-    """Return whether a kernel or copy gathers, reduces, or (None) does not communicate.
+    """Return whether a kernel or copy gathers, reduces, exchanges, or (None) does not communicate.
 
     ``lane`` is the range that it was launched in, ``gather blocks.3`` or ``reduce blocks.3``; without one the name decides.
 
@@ -153,12 +156,16 @@ def kind_of(name: str, lane: str | None) -> str | None:
     'reduce'
     >>> kind_of("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", None)
     'gather'
+    >>> kind_of("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", None)
+    'exchange'
     >>> kind_of("void at::native::vectorized_elementwise_kernel", "reduce blocks.3")
     """
     if not name.lower().startswith("nccl") and "PtoP" not in name:
         return None
     if lane is not None:
         return lane.split(" ")[0]
+    if "SendRecv" in name:
+        return EXCHANGE
     return GATHER if "AllGather" in name or "Broadcast" in name or "PtoP" in name else REDUCE
 
 
@@ -196,8 +203,9 @@ def drawing_of(step: Step, title: str) -> str:
     subtitle = (
         f"{milliseconds['step']:.1f} ms; exposed communication {exposed:.2f} ms, idle {milliseconds['idle']:.2f} ms"
     )
-    rows = {"compute": step.compute, GATHER: step.gather, REDUCE: step.reduce, **step.offload, "other": step.other}
-    strong = {GATHER: step.exposed(step.gather), REDUCE: step.exposed(step.reduce)}
+    communication = {GATHER: step.gather, REDUCE: step.reduce, **({EXCHANGE: step.exchange} if step.exchange else {})}
+    rows = {"compute": step.compute, **communication, **step.offload, "other": step.other}
+    strong = {name: step.exposed(intervals) for name, intervals in communication.items()}
     return draw(f"{title}: {subtitle}", step.bounds, rows, strong)
 
 
@@ -213,6 +221,7 @@ def _step_within(bounds: Interval, activities: Sequence[Activity], compute_strea
         gather=clipped.get(GATHER, []),
         reduce=clipped.get(REDUCE, []),
         other=clipped.get("other", []),
+        exchange=clipped.get(EXCHANGE, []),
         offload={row: clipped[row] for row in (*_COPIES.values(), HOST) if row in clipped},
     )
 

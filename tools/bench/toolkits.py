@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from bench.deepspeed import DeepSpeed
+from bench.dtensor import DTensorHalf, DTensorTraining
 from bench.fsdp2 import FSDP2
 from bench.ours import Bmt
+from bench.ours_parallel import BmtParallel
 from bench.training import Training
 
-TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in (Bmt, FSDP2, DeepSpeed)}
+_TOOLKITS: tuple[type[Training], ...] = (Bmt, FSDP2, BmtParallel, DTensorTraining, DTensorHalf, DeepSpeed)
+TOOLKITS: dict[str, type[Training]] = {toolkit.name: toolkit for toolkit in _TOOLKITS}

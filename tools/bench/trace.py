@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import bmtrain as bmt
 from bench.timeline import STEP_RANGE
-from bench.training import Training
 
 STEPS = 2
 
 
-def write_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], path: Path) -> None:
-    """Run two more steps, and on rank 0 write what happened in them. Collective."""
+def write_trace(step: Callable[[], object], path: Path) -> None:
+    """Run ``step`` two more times, and on rank 0 write what happened in them. Collective."""
     if bmt.rank() != 0:
         for _ in range(STEPS):
-            training.step(*batch)
+            step()
         return
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -28,7 +28,7 @@ def write_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], pa
     with profile(activities=activities, experimental_config=_all_threads()) as profiler:
         for number in range(STEPS):
             with record_function(f"{STEP_RANGE}{number}"):
-                training.step(*batch)
+                step()
     profiler.export_chrome_trace(str(path))
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import bmtrain as bmt
 from bench.case import Case
 from bench.models import SEED, Size
 
@@ -37,11 +38,19 @@ class Training(ABC):
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Forward, backward, optimizer step, gradients cleared. Returns the rank's loss, on the device."""
-        loss = token_loss(self.model(tokens), targets)
+        loss = self.loss(self.model(tokens), targets)
         self.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross entropy of this rank's tokens. ``targets`` are (batch, length)."""
+        return token_loss(logits, targets)
+
+    def data_ranks(self) -> list[int]:
+        """Return the ranks whose sequences this rank trains on: its own, or those of all ranks that share its data."""
+        return [bmt.rank()]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Make the gradients of the mean of the ranks' losses."""

@@ -140,6 +140,20 @@ def test_command_prints_and_draws(trace_file: Path, capsys: pytest.CaptureFixtur
     assert text.count("#d62728") == 2  # the exposed parts of two rows
 
 
+def test_exchanges_that_no_range_names_have_a_row(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.range("bench step 0", 0, 100)
+    trace.add(1000, 2000, COMPUTE, "gemm", at=50)
+    trace.add(3000, 4000, COMPUTE, "gemm", at=60)
+    trace.add(1500, 2700, GATHERS, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", at=55)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace.events}))
+    step = timeline.find_steps(timeline.read_activities(timeline.read_events(path)))[0]
+    lengths = step.milliseconds()
+    assert (lengths["exposed communication"], lengths["exposed exchange"]) == pytest.approx((0.7, 0.7))
+    assert lengths["exposed reduce"] == 0 and ">exchange</text>" in timeline.drawing_of(step, "one block")
+
+
 def test_trace_of_a_cpu_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 0, "dur": 1}]}))
