@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_optim.current_run import world
@@ -33,7 +34,7 @@ def load_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Take over what :func:`logical_state` returned. Collective."""
-    with together(world(), "loading the optimizer state"):
+    with collective_section(world(), "loading the optimizer state"):
         found = [len(groups) for groups in state["groups"]]
         expected = [len(optimizer.param_groups) for optimizer in optimizers]
         if found != expected:
@@ -84,7 +85,7 @@ def scatter(
     }
     if not is_on_all_ranks:
         infos = broadcast_object(infos, group)
-    with together(group, "loading the optimizer state"):
+    with collective_section(group, "loading the optimizer state"):
         _check(parameters, infos)
     for name, parameter in parameters.items():
         new: dict[str, Any] = {}
