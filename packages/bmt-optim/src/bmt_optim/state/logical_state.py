@@ -98,7 +98,7 @@ def scatter(
         parameter = parameters.get(name)
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
-            value = state.get(name, {}).get(key) if info.is_large else info.small
+            value: Any = state.get(name, {}).get(key) if info.is_large else info.small
             if info.is_large and not is_on_all_ranks:
                 value = _broadcast(value, info.shape, info.dtype, group, 0)
             if parameter is not None:
