@@ -220,5 +220,7 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
         # The tensors are passed for their devices, whose random state torch keeps where it does not compile.
         return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
 
+    # torch limits how often a code object is compiled, and every forward that is defined here has the same one.
+    forward.__code__ = forward.__code__.replace()
     compiled: Callable[..., Any] = torch.compile(forward)
     return compiled

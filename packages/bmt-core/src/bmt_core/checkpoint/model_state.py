@@ -17,7 +17,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import group_of_owners, in_one_order, own_axes, ranks_beside
+from bmt_core.params.own_parameters import first_holders, group_of_owners, own_axes
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
@@ -71,7 +71,8 @@ class ModelState:
         self._group = group_of_owners(local.values.values())
         reports = all_gather_object(local.report(), self._group)
         with collective_section(world, what):
-            self._holders = _holders(reports, self._group)
+            names, axes = [list(report.entries) for report in reports], [report.own_axes for report in reports]
+            self._holders = first_holders(self._group.ranks, names, axes)
             entries = {
                 name: _entry(name, holder, reports, local, self._group) for name, holder in self._holders.items()
             }
@@ -123,27 +124,6 @@ def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState,
         return local.entries[name]
     entry = reports[holder].entries[name]
     return from_bytes(reports[holder].extra)[name] if entry is None else entry
-
-
-def _holders(reports: Sequence[Report], group: Group) -> dict[str, int]:
-    """Return for each entry, in the order of the whole model, the index in ``group`` of the first rank that has it."""
-    holders = {}
-    for name in in_one_order([list(report.entries) for report in reports]):
-        having = [rank for rank, report in zip(group.ranks, reports, strict=True) if name in report.entries]
-        holders[name] = group.ranks.index(having[0])
-        axes = reports[holders[name]].own_axes.get(name)
-        expected = having if axes is None else ranks_beside(group.ranks, having[0], axes)
-        if not set(having) <= set(expected):
-            raise CheckpointError(
-                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give them names of their own:"
-                " the layers of a pipeline stage, say, are numbered from the first layer of the model."
-            )
-        if having != expected:
-            raise CheckpointError(
-                f"{name} is sharded over ranks {expected}, and only ranks {having} have it. Make it on all of them, or declare"
-                " it local along the axis along which they differ: locality=[Locality(axis)]."
-            )
-    return holders
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
