@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+from test_plans import PLAN
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,3 +32,11 @@ def test_every_link_between_documents_leads_somewhere() -> None:
         if not (document.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_the_plan_in_the_guide_is_the_one_that_is_tested() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tensor-parallel.md").read_text(), re.DOTALL)
+    (block,) = [block for block in blocks if "plan = Plan(" in block]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["plan"] == PLAN

@@ -17,6 +17,7 @@ from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run import runtime
+from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis
 from bmt_core.testing import run_ranks
 
@@ -394,16 +395,21 @@ def test_a_plain_parameter_on_the_meta_device_is_refused() -> None:
         assert message.startswith("Parameters 1.weight, 1.bias are on the meta device and not distributed.")
 
 
-def slices() -> str:
+def slices() -> list[torch.Tensor]:
     with torch.device("meta"):
         model = Affine(4, sharded)
-        model.weight = DistributedParameter(torch.empty(4, 3), tp_mode=True, tp_split_dim=0)
-    with pytest.raises(ConfigError) as caught:
-        init_parameters(model)
-    return str(caught.value)
+        model.weight = DistributedParameter(torch.empty(2, 3), locality=[Locality("tp", split_dim=0)])
+    torch.manual_seed(7)
+    init_parameters(model)
+    return [model.state_dict()["weight"], model.weight, model.bias, torch.rand(2)]
 
 
-def test_a_tensor_parallel_slice_needs_an_init_method() -> None:
-    for message in run_ranks(slices, 2, init=grid_with(MeshAxis("tp", 2, 100, shards_data=False))):
-        assert "a slice, of shape (4, 3), of a tensor of shape (8, 3)" in message
-        assert "Give it an init_method" in message
+def test_a_slice_is_that_of_the_whole_tensor_which_the_module_draws() -> None:
+    plain = Affine(4, nn.Parameter)
+    torch.manual_seed(7)
+    plain.reset_parameters()
+    following = torch.rand(2)
+    results = run_ranks(slices, 2, init=grid_with(MeshAxis("tp", 2, 100, shards_data=False)))
+    for own, (saved, weight, bias, drawn) in zip(plain.weight.chunk(2), results, strict=True):
+        assert torch.equal(saved, plain.weight) and torch.equal(weight, own) and torch.equal(bias, plain.bias)
+        assert torch.equal(drawn, following)

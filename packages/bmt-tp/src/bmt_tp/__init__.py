@@ -5,14 +5,24 @@ from __future__ import annotations
 from bmt_tp.embedding import VPEmbedding
 from bmt_tp.linear_layers import ColumnParallelLinear, RowParallelLinear
 from bmt_tp.parallel_linear import OpParallelLinear, ReduceType, parallel_linear
+from bmt_tp.plans import Column, Head, PerPosition, Plan, Row, VocabularyEmbedding, Whole, parallelize, plan_for
 from bmt_tp.random_numbers import own_random_numbers
 
 __all__ = [
+    "Column",
     "ColumnParallelLinear",
+    "Head",
     "OpParallelLinear",
+    "PerPosition",
+    "Plan",
     "ReduceType",
+    "Row",
     "RowParallelLinear",
     "VPEmbedding",
+    "VocabularyEmbedding",
+    "Whole",
     "own_random_numbers",
     "parallel_linear",
+    "parallelize",
+    "plan_for",
 ]

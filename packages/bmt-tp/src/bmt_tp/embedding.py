@@ -65,21 +65,26 @@ class VPEmbedding(DistributedModule):
 
 
 @never_compiled
-def split_lookup(ids: torch.Tensor, weight: torch.Tensor, *, scattered: bool) -> torch.Tensor:
+def split_lookup(
+    ids: torch.Tensor, weight: torch.Tensor, *, scattered: bool, padding_idx: int | None = None
+) -> torch.Tensor:
     """Return the vectors of ``ids`` in a table of which each rank along tp has ``weight``, (vocabulary / tp, features).
 
-    ``scattered``: the ids, and the vectors, are each rank's own rows; otherwise all rows, alike on all ranks. Collective.
+    ``scattered``: the ids, and the vectors, are each rank's own rows; otherwise all rows, alike on all ranks. The vector of
+    ``padding_idx`` gets no gradient. Collective.
     """
     group = tensor_group()
     if ids.device.type == "cpu" and ids.numel():
         _check_ids(ids, len(weight) * group.size)
     if group.size == 1:
-        return embedding(ids, weight)
+        return embedding(ids, weight, padding_idx)
     if scattered:
         ids = gather_stacked(ids, group).flatten(0, 1)
     column = ids - group.rank * len(weight)
     is_here = (column >= 0) & (column < len(weight))
-    vectors = embedding(column.clamp(0, len(weight) - 1), weight).masked_fill(~is_here.unsqueeze(-1), 0)
+    padding = None if padding_idx is None else padding_idx - group.rank * len(weight)
+    own_padding = padding if padding is not None and 0 <= padding < len(weight) else None
+    vectors = embedding(column.clamp(0, len(weight) - 1), weight, own_padding).masked_fill(~is_here.unsqueeze(-1), 0)
     if ids.device.type != "cpu":
         is_nowhere = (ids < 0) | (ids >= len(weight) * group.size)
         vectors = vectors.masked_fill(is_nowhere.unsqueeze(-1), math.nan)

@@ -66,16 +66,16 @@ class _RowsToFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _exchanged(torch.stack(x.chunk(group.size, -1)), group).flatten(0, 1)
+        return exchanged(torch.stack(x.chunk(group.size, -1)), group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        parts = _exchanged(torch.stack(grads[0].chunk(ctx.group.size, 0)), ctx.group)
+        parts = exchanged(torch.stack(grads[0].chunk(ctx.group.size, 0)), ctx.group)
         return torch.cat(parts.unbind(0), -1), None
 
 
-def _exchanged(parts: torch.Tensor, group: Group) -> torch.Tensor:
+def exchanged(parts: torch.Tensor, group: Group) -> torch.Tensor:
     """Send ``parts[r]`` to rank r and return what each rank sent to this one, (W, ...)."""
     received = torch.empty_like(parts)
     received[group.rank] = parts[group.rank]

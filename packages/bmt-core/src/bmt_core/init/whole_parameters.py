@@ -9,7 +9,8 @@ left nothing was written. At the end of the Block, or when others need the memor
 The data of a parameter that is not whole is a placeholder: one element, expanded to the whole shape. Code that kept a
 reference to the parameter and writes to it then gets an error, from torch or because the parameter's version has changed.
 
-Every rank draws all numbers. Nothing is communicated, except values that are read again after their Block.
+Every rank draws all numbers, also for a parameter of which it has a slice. Nothing is communicated, except values that are
+read again after their Block.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class WholeParameters:
         for parameter in [p for p in (self._whole if parameters is None else parameters) if p in self._whole]:
             state = self._whole[parameter]
             if state.is_target and self._has_values(parameter) and parameter not in self._settled:
-                state.part.copy_(parameter.local_part(parameter.detach()))
+                state.part.copy_(parameter.local_part(parameter.own_slice(parameter.detach())))
             del self._whole[parameter]
             _lend_placeholder(parameter, state)
 
@@ -112,12 +113,6 @@ class WholeParameters:
         state = self._states[parameter]
         if parameter._version != state.version:
             raise _not_whole(state.name)
-        if state.is_target and parameter.whole_shape != parameter.full_shape:
-            raise ConfigError(
-                f"{state.name} is a slice, of shape {tuple(parameter.full_shape)}, of a tensor of shape"
-                f" {tuple(parameter.whole_shape)}, and a module that initialises it would draw the same slice on every rank."
-                " Give it an init_method."
-            )
         if state.is_target and own_axes([parameter]):
             raise ConfigError(
                 f"{state.name} is in one of this rank's own layers, and a module that initialises it would draw the same"
@@ -125,7 +120,7 @@ class WholeParameters:
             )
         while self._whole and sum(map(_bytes, [parameter, *self._whole])) > self._budget:
             self.shard([next(iter(self._whole))])
-        whole = torch.empty(parameter.full_shape, dtype=parameter.dtype, device=parameter.device)
+        whole = torch.empty(parameter.whole_shape, dtype=parameter.dtype, device=parameter.device)
         if state.has_values:  # on every rank or on none: see [Note: uninitialized tensors]
             _gather(parameter, state.part, whole)
         else:
@@ -182,10 +177,13 @@ def _largest_unit(model: nn.Module) -> int:
 
 
 def _bytes(parameter: DistributedParameter) -> int:
-    return parameter.full_shape.numel() * parameter.dtype.itemsize
+    return parameter.whole_shape.numel() * parameter.dtype.itemsize
 
 
 def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Tensor) -> None:
+    if whole.shape != parameter.full_shape:
+        whole.copy_(parameter.gather_all_like(part))
+        return
     # As a sum of bytes, each of which is zero on all ranks but one: gather_like() would need memory for all parts beside the
     # whole tensor. In small pieces, through one buffer, because a communicator may keep its input for a moment.
     parameter.local_part(whole.zero_()).copy_(part)
@@ -201,7 +199,7 @@ def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Te
 
 def _lend_placeholder(parameter: DistributedParameter, state: _State) -> None:
     element = fill_with_nan(torch.empty((), dtype=parameter.dtype, device=parameter.device))
-    lend_data(parameter, element.expand(parameter.full_shape))
+    lend_data(parameter, element.expand(parameter.whole_shape))
     state.version = parameter._version
 
 

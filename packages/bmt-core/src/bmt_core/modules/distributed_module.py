@@ -146,12 +146,18 @@ def extend(module: nn.Module, mixin: type[nn.Module]) -> None:
 
 def reduce_extended(module: nn.Module, protocol: Any) -> Any:
     """``__reduce_ex__`` of modules whose class was made by :func:`extended_class`, for copy and pickle."""
-    extends = type(module).__dict__.get("_bmt_extends")
-    if extends is None:
+    mixins: list[type[nn.Module]] = []
+    kind = type(module)
+    while "_bmt_extends" in kind.__dict__:
+        mixin, kind = kind.__dict__["_bmt_extends"]
+        mixins.insert(0, mixin)
+    if not mixins:
         return object.__reduce_ex__(module, protocol)
-    return _new_extended, extends, module.__getstate__()  # type: ignore[no-untyped-call]
+    return _new_extended, (kind, *mixins), module.__getstate__()  # type: ignore[no-untyped-call]
 
 
-def _new_extended(mixin: type[nn.Module], base: type[nn.Module]) -> nn.Module:
-    made: nn.Module = object.__new__(extended_class(mixin, base))
+def _new_extended(kind: type[nn.Module], *mixins: type[nn.Module]) -> nn.Module:
+    for mixin in mixins:
+        kind = extended_class(mixin, kind)
+    made: nn.Module = object.__new__(kind)
     return made

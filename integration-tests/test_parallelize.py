@@ -1,0 +1,222 @@
+"""Hugging Face's models cut by plans and wrapped, compared with the plain models in one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from compile_models import from_new
+from plan_models import LENGTH, MODELS, WORDS, built, gpt2, inputs
+from torch import nn
+from torch._dynamo.utils import counters
+from tp_models import gradients_of
+from transformers import GPT2ForSequenceClassification
+
+import bmt_core
+from bmt_core.loss import FusedCrossEntropy
+from bmt_core.run.collectives import all_gather, all_reduce
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_tp import parallelize, plan_for
+from bmt_zero import Block, BMTrainModelWrapper
+
+STEPS, MAX_NORM = 3, 0.5
+Record = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def expected(name: str) -> Record:
+    """The losses and norms, the gradients of the first step before they are clipped, and the parameters after the last."""
+    model = built(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**inputs(step)).loss
+        loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        losses += [float(loss.detach()), float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))]
+        optimizer.step()
+    return losses, gradients, model.state_dict()
+
+
+def trained(name: str, files: str) -> Record:
+    """The same on ranks: made without values, loaded from the plain model's file, and at the end written to a file."""
+    topology = current().topology
+    with torch.device("meta"):
+        model = MODELS[name]().double()
+    BMTrainModelWrapper(parallelize(model), init=False)
+    bmt_core.load(model, f"{files}/{name}.pt")
+    manager, optimizer = OptimManager(), torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.add_optimizer(optimizer)
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        manager.zero_grad()
+        loss = model(**inputs(step, topology.data_rank, topology.data_size)).loss
+        manager.backward(loss)
+        gradients = gradients or gradients_of(model)
+        norm = manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
+        losses += [float(all_reduce(loss.detach(), "avg")), float(norm)]
+        manager.step()
+    bmt_core.save(model, f"{files}/{name} {topology.sizes}.pt")
+    return losses, gradients, dict(model.state_dict())
+
+
+def all_trained(files: str) -> dict[str, Record]:
+    return {name: trained(name, files) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Record]]:
+    """A folder with the plain models' files, and how they are trained."""
+    files = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        torch.save(built(name).state_dict(), files / f"{name}.pt")
+    return files, {name: expected(name) for name in MODELS}
+
+
+@pytest.mark.parametrize(("ranks", "tp_size"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+def test_training_and_files_equal_those_of_the_plain_model(
+    ranks: int, tp_size: int, plain: tuple[Path, dict[str, Record]]
+) -> None:
+    files, wanted = plain
+    for results in run_ranks(all_trained, ranks, str(files), init={"tp_size": tp_size}, timeout=300):
+        for name, found in results.items():
+            compare(name, found, wanted[name])
+    for name in MODELS:
+        (written,) = files.glob(f"{name} *.pt")
+        model = built(name, seed=2)
+        model.load_state_dict(torch.load(written, weights_only=True), strict=True)
+        same(name, dict(model.state_dict()), wanted[name][2])
+        written.unlink()
+
+
+def compare(name: str, found: Record, wanted: Record) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    same(name, found[1], wanted[1])
+    same(name, found[2], wanted[2])
+
+
+def same(name: str, found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in found.items():  # float32 inside of the norms and rotations
+        torch.testing.assert_close(
+            value, wanted[key], rtol=1e-5, atol=1e-6, msg=lambda text, k=key: f"{name} {k}: {text}"
+        )
+
+
+# ---- what else a parallel model can do ----
+
+
+def dropped(use_checkpoint: bool) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = BMTrainModelWrapper(parallelize(built("gpt2", dropout=0.5)))
+    for module in model.modules():
+        if isinstance(module, Block):
+            module._use_checkpoint = use_checkpoint
+    torch.manual_seed(4)
+    loss = model.train()(**inputs(0)).loss
+    loss.backward()
+    return [loss.detach(), *gradients_of(model).values(), torch.rand(2)]
+
+
+def dropout_repeats_in_recomputation_and_agrees_where_activations_are_whole() -> None:
+    kept, again = dropped(False), dropped(True)
+    for one, other in zip(kept, again, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(part, all_gather(part)[0]) for part in kept)
+
+
+def local_logits_for_a_parallel_loss() -> None:
+    plain = built("llama")
+    model: Any = built("llama")
+    BMTrainModelWrapper(parallelize(model, plan_for(model, gather_logits=False)))
+    batch = inputs(0)
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    assert logits.shape == (4, LENGTH, WORDS // 2)
+    loss = FusedCrossEntropy(parallel=True)(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected = plain(**batch).loss
+    torch.testing.assert_close(loss, expected, check_dtype=False)
+    loss.backward()
+    expected.backward()
+    same("llama", gradients_of(model), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+
+
+def another_head_and_an_odd_vocabulary() -> None:
+    batch = {**inputs(0), "labels": torch.tensor([0, 1, 1, 0])}
+    results = []
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model: Any = GPT2ForSequenceClassification(gpt2(vocab_size=41, pad_token_id=25).config).double()
+        if cut:
+            BMTrainModelWrapper(parallelize(model, plan_for(model, split_vocabulary=False)))
+        loss = model(**batch).loss
+        loss.backward()
+        gradients = gradients_of(model) if cut else {n: p.grad for n, p in model.named_parameters()}
+        results.append({**gradients, "loss": loss.detach()})
+    same("classifier", results[1], results[0])
+
+
+def made_on_the_meta_device() -> None:
+    for name, make in MODELS.items():
+        values = []
+        for plan in (False, True):
+            with torch.device("meta"):
+                model = make()
+            torch.manual_seed(5)
+            values.append(BMTrainModelWrapper(parallelize(model) if plan else model).state_dict())
+        assert all(torch.equal(value, values[1][key]) for key, value in values[0].items()), name
+
+
+def compiled_blocks() -> None:
+    plain, model = built("qwen2"), parallelize(built("qwen2"))
+    with from_new("aot_eager"):
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            Block(layer, compile=True)
+        BMTrainModelWrapper(model)
+        expected, loss = plain(**inputs(0)).loss, model(**inputs(0)).loss
+        torch.testing.assert_close(loss, expected)
+        expected.backward()
+        loss.backward()
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    same("compiled", gradients_of(model), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+
+
+def copied() -> None:
+    """Modules get classes that are made while running, some of them two."""
+    model = BMTrainModelWrapper(parallelize(built("gpt2"))).eval()
+    expected = model(**inputs(0)).loss
+    torch.testing.assert_close(expected, built("gpt2").eval()(**inputs(0)).loss)
+    assert torch.equal(copy.deepcopy(model)(**inputs(0)).loss, expected)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs(0)).loss, expected)
+
+
+def other_data() -> None:
+    model = BMTrainModelWrapper(parallelize(built("gpt2")))
+    with pytest.raises(ValueError, match="Ranks 0, 1 compute one batch together, and were called with different ids"):
+        model(**inputs(0, current().rank, 2))
+
+
+def battery() -> None:
+    dropout_repeats_in_recomputation_and_agrees_where_activations_are_whole()
+    local_logits_for_a_parallel_loss()
+    another_head_and_an_odd_vocabulary()
+    made_on_the_meta_device()
+    copied()
+    other_data()
+
+
+def test_dropout_local_logits_other_heads_the_meta_device_copies_and_other_data() -> None:
+    run_ranks(battery, 2, init={"tp_size": 2}, timeout=300)
+
+
+def test_blocks_are_compiled_in_one_piece() -> None:
+    run_ranks(compiled_blocks, 2, init={"tp_size": 2}, timeout=300)

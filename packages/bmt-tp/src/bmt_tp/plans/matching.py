@@ -1,0 +1,143 @@
+"""``match``: what a plan says about each module and parameter of a model. Nothing is changed here, nor communicated."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from bmt_core import DistributedParameter, Locality
+from bmt_core.errors import ConfigError
+from bmt_tp.plans.activations import Change
+from bmt_tp.plans.plan import Plan
+from bmt_tp.plans.styles import PlannedModule, Style
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That an entry of the plan, with this pattern, says how a parameter lies along ``tp``; None: as if it were not named."""
+
+    pattern: str
+    place: Locality | None
+
+
+@dataclass(frozen=True)
+class Match:
+    """What :func:`parallelize` is to do, by names of modules and parameters."""
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    claims: dict[str, Claim] = field(default_factory=dict)
+    changes: dict[str, Change] = field(default_factory=dict)
+    divided: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
+    """Return what ``plan`` says about ``model``; raise :class:`ConfigError` if it does not fit."""
+    found = Match()
+    distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DistributedParameter)]
+    if distributed:
+        raise ConfigError(
+            f"{distributed[0]} is distributed already. Call parallelize() first, then make Blocks or wrap the model."
+        )
+    for pattern, style in plan.parameters.items():
+        for name, module in _named_by(model, pattern):
+            planned = PlannedModule(name=name, module=module, config=getattr(model, "config", None), tp_size=tp_size)
+            for key, place in style.places(planned).items():
+                _claim(found, f"{name}.{key}", Claim(pattern, place))
+            found.styles[name] = style
+    _match_activations(found, model, plan)
+    for pattern, attributes in plan.divided.items():
+        for name, module in _named_by(model, pattern):
+            planned = PlannedModule(name=name, module=module, config=None, tp_size=tp_size)
+            for attribute in attributes:
+                planned.check_divisible(planned_number(planned, attribute), attribute)
+            found.divided[name] = attributes
+    _check_parameters(found, model, plan)
+    return found
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` names the module: each part between dots is matched by ``fnmatch``.
+
+    >>> fits("layers.*.mlp", "layers.3.mlp"), fits("layers.*", "layers.3.mlp")
+    (True, False)
+    """
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(fnmatchcase(part, glob) for glob, part in zip(wanted, parts, strict=True))
+
+
+def planned_number(planned: PlannedModule, attribute: str) -> int:
+    """Return an attribute that the plan divides."""
+    number = getattr(planned.module, attribute, None)
+    if not isinstance(number, int):
+        raise planned.misfit(f"it has no number {attribute!r}, which the plan divides by tp_size.")
+    return number
+
+
+def _named_by(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    named = dict(model.named_modules())
+    found = [name for name in named if fits(pattern, name)]
+    if not found:
+        near = difflib.get_close_matches(pattern, [name for name in named if name], 3, 0.3)
+        raise ConfigError(
+            f"Pattern {pattern!r} of the plan matches no module of {type(model).__name__}."
+            f" Modules with such names: {', '.join(near) or 'none'}. A * does not reach over a dot."
+        )
+    return ((name, named[name]) for name in found)
+
+
+def _claim(found: Match, name: str, claim: Claim) -> None:
+    before = found.claims.setdefault(name, claim)
+    if before is not claim:
+        raise ConfigError(
+            f"{name} is claimed by two entries of the plan, {before.pattern!r} and {claim.pattern!r}. Leave one of them out."
+        )
+
+
+def _match_activations(found: Match, model: nn.Module, plan: Plan) -> None:
+    def change(name: str, module: nn.Module) -> Change:
+        return found.changes.get(name) or Change(argument=next(iter(inspect.signature(module.forward).parameters)))
+
+    for number, (name, module) in enumerate(_named_by(model, plan.layers)):
+        before = change(name, module)
+        found.changes[name] = replace(before, own_random_numbers=True, input=None if number else "own_rows")
+    for pattern, layout in plan.gathered.items():
+        for name, module in _named_by(model, pattern):
+            found.changes[name] = replace(change(name, module), input=layout)
+    last, *more = _named_by(model, plan.last)
+    if more:
+        raise ConfigError(
+            f"Pattern {plan.last!r} of the plan names several modules as the last one: {last[0]}, {more[0][0]}."
+        )
+    found.changes[last[0]] = replace(change(*last), output_is_whole=True)
+
+
+def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
+    on_rows = [f"{name}." for pattern in (plan.layers, plan.last) for name, _ in _named_by(model, pattern)]
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        claim = found.claims.get(name)
+        is_on_rows = name.startswith(tuple(on_rows))
+        if claim is None and not (is_on_rows and parameter.dim() < 2):
+            where = "inside" if is_on_rows else "outside"
+            style = (
+                "PerPosition() if it computes each position by itself"
+                if is_on_rows
+                else "Whole() if every rank computes it whole"
+            )
+            raise ConfigError(
+                f"No entry of the plan names {name} of shape {tuple(parameter.shape)}, {where} of the layers ({plan.layers!r},"
+                f" {plan.last!r}). Name its module with a style, such as {style}. Only parameters of one dim inside of the"
+                " layers, those of norms, may be left out."
+            )
+        other = first.setdefault(parameter, name)
+        place, other_place = (c and c.place for c in (claim, found.claims.get(other)))
+        if place != other_place:
+            raise ConfigError(
+                f"{other} and {name} are one tied parameter, of which the plan says {other_place} and {place}."
+                " Give both the same cut."
+            )

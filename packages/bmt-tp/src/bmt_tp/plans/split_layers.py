@@ -1,0 +1,109 @@
+"""Forwards of modules of which this rank has a slice of the weight; classes that stand before the module's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from bmt_core import DistributedModule
+from bmt_core.comm.autograd import gather_stacked
+from bmt_core.modules.layer_gradients import LayerGradients
+from bmt_core.torch_internals import never_compiled
+from bmt_tp.embedding import split_lookup
+from bmt_tp.parallel_linear import ReduceType, parallel_linear
+from bmt_tp.tensor_group import tensor_group
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is Hugging Face's linear layer of a transposed weight, (in_features, out_features)."""
+    names = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
+    return ("transformers.pytorch_utils", "Conv1D") in names
+
+
+class _SplitLinear(DistributedModule):
+    def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight, (output features, input features), and bias."""
+        weight: torch.Tensor = self.weight
+        return (weight if isinstance(self, nn.Linear) else weight.t()), self.bias
+
+    def _block_gradients(self) -> LayerGradients | None:
+        return getattr(self, "layer_gradients", None)
+
+
+class ColumnSplit(_SplitLinear):
+    """See :class:`bmt_tp.plans.Column`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Take this rank's rows, or all rows, to its output features of all rows."""
+        gather = style_of(self).gather
+        if gather is None:
+            return linear(input, *self._operands())
+        output = parallel_linear(input, *self._operands(), gather_input=True, gradients=self._block_gradients())
+        return output.transpose(0, 1) if gather == "batch_first" else output
+
+
+class LinearColumnSplit(ColumnSplit):
+    """Of an ``nn.Linear``, whose gradients a Block can take where they are computed."""
+
+    layer_gradients: LayerGradients | None = None
+
+
+class RowSplit(_SplitLinear):
+    """See :class:`bmt_tp.plans.Row`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Take this rank's features of all rows to its rows of the sum."""
+        rows = input.transpose(0, 1) if style_of(self).input == "batch_first" else input
+        return parallel_linear(
+            rows, *self._operands(), reduce_output_type=ReduceType.REDUCE_SCATTER, gradients=self._block_gradients()
+        )
+
+
+class LinearRowSplit(RowSplit):
+    """Of an ``nn.Linear``, whose gradients a Block can take where they are computed."""
+
+    layer_gradients: LayerGradients | None = None
+
+
+class HeadSplit(_SplitLinear):
+    """See :class:`bmt_tp.plans.Head`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Take whole activations to the logits of this rank's part of the vocabulary, or of all of it."""
+        return parallel_linear(input, *self._operands(), gather_output=style_of(self).gather_output)
+
+
+class VocabularySplit(DistributedModule):
+    """See :class:`bmt_tp.plans.VocabularyEmbedding`."""
+
+    padding_idx: int | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Take ids, alike on every rank, to their vectors."""
+        if not self.__dict__.get("_bmt_has_compared"):
+            _check_alike(input)
+            self.__dict__["_bmt_has_compared"] = True
+        return split_lookup(input, self.weight, scattered=False, padding_idx=self.padding_idx)
+
+
+def style_of(module: nn.Module) -> Any:
+    """Return the style by which :func:`parallelize` cut ``module``."""
+    return module.__dict__["_bmt_style"]
+
+
+@never_compiled
+def _check_alike(ids: torch.Tensor) -> None:
+    """Raise ``ValueError`` if the ranks along tp have different ids. Collective; reads the device."""
+    group = tensor_group()
+    place = torch.arange(1, ids.numel() + 1, device=ids.device)
+    summary = torch.stack([place.sum(), ids.sum(), (ids.flatten() * place).sum()])
+    found = gather_stacked(summary, group)
+    if not torch.equal(found, summary.expand_as(found)):
+        raise ValueError(
+            f"Ranks {', '.join(map(str, group.ranks))} compute one batch together, and were called with different ids"
+            f" (count, sum and weighted sum on each: {found.tolist()}). Choose a rank's data by its place among the ranks"
+            " that see different data: current().topology.data_rank of data_size, not rank() of world_size()."
+        )
