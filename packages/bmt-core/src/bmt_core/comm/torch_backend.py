@@ -258,10 +258,13 @@ class _UnderWay:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     # A complex or float8 tensor is unknown to the engines, bytes are not; a 0-dim tensor has no byte view.
-    return tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else _refuse_strided(tensor)
+    if not tensor.is_contiguous():
+        _refuse_strided(tensor)
+    # Not reshape: a tensor of one element is contiguous with any stride, which reshape keeps and the view of bytes refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _refuse_strided(tensor: torch.Tensor) -> torch.Tensor:
+def _refuse_strided(tensor: torch.Tensor) -> None:
     raise ValueError(
         f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)} and strides {tensor.stride()}."
         " Call .contiguous() first."
