@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core import rank
+from bmt_core import BlockUse, rank
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
@@ -202,3 +202,31 @@ def test_a_failed_graph_that_one_rank_keeps_changes_no_collective(level: int) ->
     init = {"comm_backend": "recording", "prefetch_bytes": 0, "timeout": 20}
     first, second = run_ranks(after_a_failure, 2, level, init=init)
     assert first == second and len(first) > 8
+
+
+def with_unused_results(level: int, use: BlockUse) -> list[tuple[str, int]]:
+    """Return the collectives of three steps, in each of which rank 0 keeps a result that no rank uses, with its graph."""
+    blocks = [Block(nn.Linear(8, 8), zero_level=level) for _ in range(4)]
+    kept = []
+    bmt_recording.clear()
+    for step in range(3):
+        for is_used in (False, True):
+            x = torch.ones(2, 8)
+            for number in (2, 0, 1, 0, 3):
+                blocks[number].set_use(BlockUse(last_backward=step == 2) if is_used else use)
+                x = blocks[number](x)
+            if is_used:
+                x.sum().backward()
+            elif rank() == 0:
+                kept.append(x)
+            del x
+    return [(call.op, call.bytes) for call in bmt_recording.calls]
+
+
+@pytest.mark.parametrize("use", [BlockUse(), BlockUse(first_backward=False)])
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("prefetch_bytes", [0, 600])
+def test_a_result_that_one_rank_keeps_changes_no_collective(prefetch_bytes: int, level: int, use: BlockUse) -> None:
+    init = {"comm_backend": "recording", "prefetch_bytes": prefetch_bytes, "timeout": 20}
+    first, second = run_ranks(with_unused_results, 2, level, use, init=init)
+    assert first == second and first

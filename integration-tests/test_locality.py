@@ -277,6 +277,59 @@ def test_state_dict_gives_whole_tensors_and_takes_them() -> None:
         assert_equal(found, expected_state())
 
 
+def momentum_of(net: Net, *, steps: int) -> tuple[OptimManager, dict[str, torch.Tensor]]:
+    """A manager that has trained ``net`` for ``steps``, and the momentum of this rank's parameters, whole."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    for batch in batches()[:steps]:
+        manager.zero_grad()
+        manager.backward(torch.stack([net(batch[stage], stage) for stage in own_stages()]).mean())
+        manager.step()
+    parts = {name: (p, optimizer.state[p].get("momentum_buffer", torch.empty(0))) for name, p in net.named_parameters()}
+    return manager, {name: p.gather_all_like(part.to(p.dtype)) for name, (p, part) in parts.items()}  # type: ignore[attr-defined]
+
+
+def states_of_optimizers() -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:
+    net = Net()
+    manager, momentum = momentum_of(net, steps=2)
+    return manager.logical_state(net.named_parameters()), momentum
+
+
+def loads_states_of_optimizers(state: dict[str, Any], is_on_all_ranks: bool) -> dict[str, Any]:
+    net = Net()
+    manager, _ = momentum_of(net, steps=1)
+    manager.load_logical_state(net.named_parameters(), state if rank() == 0 or is_on_all_ranks else None)
+    return manager.logical_state(net.named_parameters()) or state
+
+
+@pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
+def test_the_state_of_optimizers_has_every_stages_layers_and_loads_into_every_grid(name: str) -> None:
+    ranks, axes = GRIDS[name]
+    (state, _), *others = results = run_ranks(states_of_optimizers, ranks, init=grid_with(*axes))
+    assert state is not None and [other for other, _ in others] == [None] * len(others)
+    parameters = state["logical"]["parameters"]
+    assert list(parameters) == list(Net().state_dict())
+    for _, momentum in results:
+        assert_equal({name: parameters[name]["momentum_buffer"] for name in momentum}, momentum, 0.0)
+    for other, is_on_all_ranks in (("one", True), ("stages x slices", False), ("stages x slices", True)):
+        ranks, axes = GRIDS[other]
+        for found in run_ranks(loads_states_of_optimizers, ranks, state, is_on_all_ranks, init=grid_with(*axes)):
+            torch.testing.assert_close(found, state, rtol=0, atol=0)
+
+
+def unnamed_states_of_optimizers() -> str:
+    manager, _ = momentum_of(Net(), steps=1)
+    with pytest.raises(CheckpointError) as caught:
+        manager.logical_state()
+    return str(caught.value)
+
+
+def test_states_of_own_parameters_need_names() -> None:
+    for said in run_ranks(unnamed_states_of_optimizers, 2, init=grid_with(STAGE)):
+        assert said.startswith("Ranks [0, 1] each have a parameter of their own, and all call it 0.0.2.")
+
+
 def same_names(path: str) -> str:
     net = nn.Module()
     net.layer = Block(nn.Linear(2, 2), local_axes=("stage",))

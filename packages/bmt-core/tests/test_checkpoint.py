@@ -226,7 +226,7 @@ def whole_at_once(path: str) -> tuple[int, int]:
         bmt_core.save(model, path)
     at_saving, peak = peak, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_sent", watched(loading._sent))
+        patch.setattr(loading, "_broadcast", watched(loading._broadcast))
         bmt_core.load(model, path)
     return at_saving, peak
 

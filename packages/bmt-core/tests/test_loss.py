@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Counting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -312,6 +313,66 @@ def _parallel_loss(label_smoothing: float, is_weighted: bool) -> tuple[torch.Ten
     value.backward()
     assert own.grad is not None
     return value.detach(), own.grad
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_parallel_communicates_twice_forward_and_never_backward(run_ranks: Any, label_smoothing: float) -> None:
+    for forward, backward in run_ranks(_parallel_collectives, 2, label_smoothing):
+        assert forward == ["all_reduce"] * 2
+        assert backward == []
+
+
+def _parallel_collectives(label_smoothing: float) -> tuple[list[str], list[str]]:
+    _make_all_ranks_tensor_parallel()
+    logits, target, _ = data(6, 8, torch.float32)
+    loss = FusedCrossEntropy(label_smoothing=label_smoothing, parallel=True)
+    with Counting() as forward:
+        value = loss(logits, target)
+    with Counting() as backward:
+        value.backward()
+    return forward, backward
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parallel_is_exact_for_large_logits_and_infinite_where_torch_is(
+    run_ranks: Any, dtype: torch.dtype, label_smoothing: float
+) -> None:
+    logits, target = _extreme_data(dtype)
+    whole = logits.requires_grad_()
+    expected = torch.nn.CrossEntropyLoss(reduction="none", label_smoothing=label_smoothing)(whole, target)
+    expected.sum().backward()
+    assert whole.grad is not None and not expected[1:].isfinite().all()
+    results = run_ranks(_parallel_extreme_loss, 4, dtype, label_smoothing)
+    eps = torch.finfo(dtype).eps
+    for losses, _ in results:
+        torch.testing.assert_close(losses, expected.detach(), equal_nan=True, rtol=8 * eps, atol=0.0)
+    found = torch.cat([grad for _, grad in results], dim=1)
+    useful = ~expected.isinf()  # padding gets no gradient from an infinite loss, as label smoothing makes of it
+    torch.testing.assert_close(found[useful], whole.grad[useful], equal_nan=True, rtol=16 * eps, atol=eps)
+
+
+def _extreme_data(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of large logits, of which a slice, all, or all but one slice are -inf."""
+    logits, target, _ = data(6, 16, dtype)
+    logits = logits.detach() + 10_000
+    target[:] = torch.tensor([2, 7, 3, 9, 14, -100])
+    logits[0, 8:] -= 20_000
+    logits[1, 12:] = -math.inf
+    logits[2] = -math.inf
+    logits[3, :8] = logits[3, 12:] = -math.inf
+    logits[4, 4] = -math.inf
+    return logits, target
+
+
+def _parallel_extreme_loss(dtype: torch.dtype, label_smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    _make_all_ranks_tensor_parallel()
+    logits, target = _extreme_data(dtype)
+    own = logits.chunk(runtime.world_size(), dim=1)[runtime.rank()].clone().requires_grad_()
+    losses = FusedCrossEntropy(reduction="none", label_smoothing=label_smoothing, parallel=True)(own, target)
+    losses.sum().backward()
+    assert own.grad is not None
+    return losses.detach(), own.grad
 
 
 def test_parallel_with_a_padded_vocabulary_and_targets_out_of_range(run_ranks: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from counting import Counting
 from scratch_axes import grid_with
 from torch import nn
 
-from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_core.modules.distributed_module import DistributedModule
@@ -113,34 +113,6 @@ def test_init_methods_draw_on_meta_what_they_draw_elsewhere(world_size: int) -> 
     expected = {"weight": nn.init.normal_(torch.empty(5, 3), std=0.5), "bias": torch.ones(3)}
     for result in run_ranks(methods, world_size, "meta"):
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
-
-
-class Counting:
-    """Counts the collectives of all groups while it is entered."""
-
-    def __enter__(self) -> list[str]:
-        calls: list[str] = []
-        self._patch = pytest.MonkeyPatch()
-        for kind in _subclasses(Group):
-            for name in ("all_gather", "all_reduce", "reduce_scatter", "broadcast"):
-                if name in vars(kind):
-                    self._patch.setattr(kind, name, _counted(getattr(kind, name), calls))
-        return calls
-
-    def __exit__(self, *args: Any) -> None:
-        self._patch.undo()
-
-
-def _subclasses(kind: type) -> list[type]:
-    return [kind, *(below for child in kind.__subclasses__() for below in _subclasses(child))]
-
-
-def _counted(method: Any, calls: list[str]) -> Any:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(method.__name__)
-        return method(*args, **kwargs)
-
-    return counted
 
 
 def communicated() -> tuple[list[str], list[str]]:

@@ -71,7 +71,6 @@ def no_host_reads() -> Iterator[None]:
 def test_every_operation_has_a_reference() -> None:
     for operation in OPERATIONS:
         assert getattr(REFERENCE, operation) is getattr(reference, operation)
-    assert sorted(OPERATIONS) == sorted(reference.__all__)
 
 
 def test_provider_is_used_for_what_it_has_and_the_reference_for_the_rest() -> None:
@@ -137,7 +136,7 @@ def test_a_name_that_cannot_be_used_is_an_error(name: str, message: str) -> None
 def test_bmt_kernels_is_read_at_start_and_a_bad_name_is_an_error_on_every_rank(run_ranks: Any) -> None:
     assert run_ranks(_provider_name, 2, env={"BMT_KERNELS": "reference"}) == ["reference"] * 2
     for message in run_ranks(_start_error, 2, env={"BMT_KERNELS": "nope"}, init=None):
-        assert "No kernel provider is named 'nope' (BMT_KERNELS)." in message
+        assert "BMT_KERNELS=nope: No kernel provider is named 'nope'." in message
 
 
 def _provider_name() -> str:

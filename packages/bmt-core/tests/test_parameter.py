@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core.init.parameter_init import ParameterInitializer, grouped_parameters, init_parameters
+from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.testing import run_ranks

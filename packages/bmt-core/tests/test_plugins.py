@@ -293,7 +293,7 @@ def test_abstract_class_is_an_error_that_says_what_is_missing() -> None:
             return [Unfinished]
 
     with pytest.raises(PluginError, match="does not implement: new_group"):
-        _ = registry_of(Offers()).comm_backends
+        _ = registry_of(Offers()).find("comm backend", "torch")
 
 
 def test_raising_hook_is_an_error_that_names_plugin_and_cause() -> None:
@@ -435,7 +435,7 @@ def test_hook_bmt_cli_commands() -> None:
         def bmt_cli_commands(self) -> list[click.Command]:
             return [command]
 
-    assert registry_of(Offers()).cli_commands == {"greet": command}
+    assert registry_of(Offers()).working("command") == {"greet": command}
 
 
 class Notes:

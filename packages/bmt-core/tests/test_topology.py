@@ -79,7 +79,7 @@ def test_old_attributes_follow_their_formulas(grid: tuple[int, int, int], rank: 
 
 
 def test_unknown_group_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"No group is named 'dp'. Known: pipe, zero, tp_zero, tp"):
+    with pytest.raises(ConfigError, match=r"No group is named 'dp'. Known: pipe, tp, tp_zero, zero"):
         Topology({"dp": 2}).get_group_id("dp")
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from compile_models import CompiledGpt, Training, from_new, gpt, graphs, result
+from compile_models import WIDTH, CompiledGpt, Layer, Training, from_new, gpt, graphs, result
 
 from bmt_core.testing import run_ranks
+from bmt_zero import Block
 
 STEPS = 3
 sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
@@ -52,13 +53,7 @@ def test_compiled_blocks_train_like_plain_torch_and_all_levels_share_a_graph(rec
     assert compare(2, 2, recomputes) == [[1] * 4] * 2
 
 
-@pytest.mark.parametrize(
-    "recomputes",
-    [
-        False,
-        True,
-    ],
-)
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_blocks_that_the_compiler_gives_up_train_like_plain_torch(recomputes: bool) -> None:
     assert compare(2, 2, recomputes, backend="aot_eager", limit=0) == [[0] * 4] * 2
 
@@ -91,3 +86,17 @@ def test_ten_blocks_of_any_level_are_compiled_once(recomputes: bool) -> None:
     # Once more for calls without gradients, and once for lengths that vary.
     for found in run_ranks(counted, 2, recomputes, timeout=120):
         assert found == [[1, 1, 1, 2, 2, 2, 3, 3], *[[3] * 8] * 3]
+
+
+def graphs_of_kinds(kinds: int, recomputes: bool) -> int:
+    """How many graphs there are after a step of a block of each of as many classes."""
+    with from_new("aot_eager", limit=2):
+        for number in range(kinds):
+            kind = type(f"Layer{number}", (Layer,), {})
+            Block(kind(WIDTH), recomputes, compile=True)(torch.ones(2, 8, WIDTH)).sum().backward()
+        return graphs()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_each_of_many_classes_is_compiled(recomputes: bool) -> None:
+    assert run_ranks(graphs_of_kinds, 1, 4, recomputes, timeout=120) == [4]

@@ -18,10 +18,11 @@ from bmt_core.errors import (
     PluginError,
     RemoteError,
 )
-from bmt_core.init.parameter_init import ParameterInitializer, grouped_parameters, init_parameters
+from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
+from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl

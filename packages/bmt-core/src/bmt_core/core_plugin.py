@@ -1,6 +1,6 @@
-"""Core's own plugin: it enters by the same door as third parties.
+"""The core's own plugin, registered like those of third parties.
 
-Everything is imported when asked for, because the registry is loaded before the parts that are announced here.
+The functions import what they need, because the registry is loaded before these modules.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class BmtError(Exception):
     """Base of every error that bmt raises on purpose."""
@@ -16,7 +19,7 @@ class NotInitializedError(BmtError, RuntimeError):
 
 
 class PluginError(BmtError):
-    """A plugin is broken, doubled, unknown, or not the same on every rank."""
+    """A plugin is broken, unknown, offers a name that another one has, or is not the same on every rank."""
 
 
 class CheckpointError(BmtError):
@@ -24,4 +27,16 @@ class CheckpointError(BmtError):
 
 
 class RemoteError(BmtError, RuntimeError):
-    """Another rank failed inside a section that all ranks leave together."""
+    """Another rank failed, and this one cannot go on without it."""
+
+
+def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
+    """Return what an error says about a name that nothing has.
+
+    >>> unknown_name("optimizer", "loin", ["adam", "lion"])
+    "No optimizer is named 'loin'. Did you mean 'lion'? Known: adam, lion."
+    """
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return f"No {noun} is named {name!r}.{guess} Known: {', '.join(names) or 'none'}."

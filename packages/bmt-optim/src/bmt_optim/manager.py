@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 import torch
 
-from bmt_core.comm.objects import broadcast_object, together
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
 from bmt_core.params.parameter import reduce_held_back
@@ -242,7 +243,7 @@ class OptimManager:
         """
         self.read_outcome()
         is_gathered = "logical" in state_dict
-        with together(world(), "OptimManager.load_state_dict"):
+        with collective_section(world(), "OptimManager.load_state_dict"):
             self._check_schedulers(state_dict["lr_schedulers"])
             if not is_gathered:
                 check_rank_state(self.optimizers, state_dict)
@@ -250,7 +251,7 @@ class OptimManager:
         if is_gathered:
             load_logical_state(self._managed, state_dict["logical"], named_parameters)
         else:
-            with together(world(), "OptimManager.load_state_dict"):
+            with collective_section(world(), "OptimManager.load_state_dict"):
                 load_rank_state(self.optimizers, state_dict)
         for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if scheduler is not None:

@@ -20,7 +20,7 @@ from bmt_core.modules.distributed_module import (
     replace_by_part,
     whole_value,
 )
-from bmt_core.modules.outermost_call import forward_scope
+from bmt_core.modules.outermost_call import module_call
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
@@ -104,7 +104,7 @@ class Block(nn.Module):
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
         require_values(self)
-        with forward_scope(self):
+        with module_call(self):
             return engine.run(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,5 +220,7 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
         # The tensors are passed for their devices, whose random state torch keeps where it does not compile.
         return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
 
+    # torch limits how often a code object is compiled, and every forward that is defined here has the same one.
+    forward.__code__ = forward.__code__.replace()
     compiled: Callable[..., Any] = torch.compile(forward)
     return compiled

@@ -2,9 +2,8 @@
 
     import bmtrain as bmt
 
-This package is a table of names, which bring in the package that provides them when they are first used, and the few modules
-that only scripts written for BMTrain 1.0 need; it answers to the import paths of BMTrain 1.0. Importing it starts nothing
-and imports no torch.
+This package has the import paths of BMTrain 1.0. Most names come from other packages, which are imported when a name is first
+used; a few modules are for scripts written for BMTrain only. ``import bmtrain`` starts nothing and does not import torch.
 """
 
 from __future__ import annotations

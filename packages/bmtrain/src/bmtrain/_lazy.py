@@ -1,4 +1,4 @@
-"""Modules whose names are looked up in the table, or among the files beside it, when they are first used."""
+"""``make_lazy``: modules that look up a name when it is first used, in the table or among the files of this package."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bmtrain._table import FILE_MODULES, INSTALL_HINTS, NOT_YET, TABLE, Home, su
 
 
 def make_lazy(module: ModuleType) -> None:
-    """Give ``module``, which is in the table, its names and its submodules."""
-    # Old scripts import modules that are nothing but these names, so they have no files. They are in sys.modules before
-    # anybody imports them: importing `bmtrain.synchronize` would otherwise bind the module over the function of that name.
+    """Give ``module`` the names and submodules that the table lists for it."""
+    # Most modules of BMTrain have names of the table only, so they need no files. They are put in sys.modules now, because
+    # the import statement would otherwise replace the function `bmtrain.synchronize` by the module of that name.
     for name in submodules(module.__name__):
         full_name = f"{module.__name__}.{name}"
         if full_name in FILE_MODULES:
@@ -36,10 +36,10 @@ def make_lazy(module: ModuleType) -> None:
 
 
 def resolve(home: Home, asked: str) -> Any:
-    """Return what ``home`` stands for; ``asked`` is what the user wrote.
+    """Return the object at ``home``, for which the user wrote ``asked``.
 
-    Raises ModuleNotFoundError that names the package, and how to install it, if it is missing. An error inside a package that
-    is there passes unchanged: it is not the user's installation that is wrong then.
+    If its package is not installed, raises ModuleNotFoundError that says how to install it. An ImportError inside an installed
+    package is raised unchanged.
     """
     if importlib.util.find_spec(home.package) is None:
         raise ModuleNotFoundError(_missing(home, asked), name=home.package)
@@ -68,7 +68,7 @@ def _look_up(module: ModuleType, name: str) -> Any:
 
 
 def _list_names(module: ModuleType) -> list[str]:
-    """List what can be had here, so that tools which read every listed name do not run into missing packages."""
+    """List the names whose packages are installed, so that tools can read every listed name."""
     names = {
         name for name, home in TABLE[module.__name__].items() if importlib.util.find_spec(home.package) is not None
     }

@@ -1,4 +1,4 @@
-"""The streams and the event that BMTrain's ``config`` names; on the CPU, objects with the same methods that never wait."""
+"""The streams and the event in BMTrain's ``config``. On the CPU they are objects with the same methods that do nothing."""
 
 from __future__ import annotations
 
@@ -16,39 +16,29 @@ _made: WeakKeyDictionary[Runtime, dict[str, Any]] = WeakKeyDictionary()
 
 
 class HostEvent:
-    """The CPU's event: it has happened."""
+    """An event on the CPU: it has always happened."""
 
-    def record(self, stream: Any = None) -> None:
-        """Return at once."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Return at once."""
-
-    def synchronize(self) -> None:
-        """Return at once."""
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
 
 
 class HostStream:
-    """The CPU's stream: work is done when the call returns, so there is nothing to wait for."""
+    """A stream on the CPU: work is done when the call returns, so nothing waits."""
 
-    def wait_stream(self, stream: Any) -> None:
-        """Return at once."""
-
-    def wait_event(self, event: Any) -> None:
-        """Return at once."""
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        """Return ``event``, or a new one that has happened."""
+        """Return ``event``, or a new one."""
         return HostEvent() if event is None else event
-
-    def synchronize(self) -> None:
-        """Return at once."""
 
 
 def stream_or_event(runtime: Runtime, name: str) -> Any:
     """Return the stream or the event ``name`` of the run, the same one each time.
 
-    ``calc_stream`` is the stream that computes when this is first asked for; every other one is made then.
+    ``calc_stream`` is the current stream of the first call; the others are new.
     """
     made = _made.setdefault(runtime, {})
     if name not in made:
@@ -65,4 +55,4 @@ def _make(device: torch.device, name: str) -> Any:
 
 
 def wait_loader() -> None:
-    """Do nothing: kept for scripts written for BMTrain, whose parameters were loaded on a stream that they had to wait for."""
+    """Do nothing. In BMTrain scripts had to wait for the stream on which parameters were loaded."""

@@ -1,7 +1,6 @@
-"""Where every public name of a module without a file comes from: module of the facade → name → :class:`Home`.
+"""``TABLE``: where the names of the facade's modules come from, as module → name → :class:`Home`.
 
-The stubs (``*.pyi``) are written from this table by ``tools/facade_stubs.py``; a test compares the table, the stubs and what
-is really there.
+``tools/facade_stubs.py`` writes the stubs (``*.pyi``) from this table. A test compares the table, the stubs and the packages.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 
 class Home(NamedTuple):
-    """The module that a name is taken from, and what it is called there."""
+    """The module that defines a name, and the name there."""
 
     module: str
     attribute: str
@@ -82,12 +81,12 @@ TABLE: dict[str, dict[str, Home]] = {
 
 
 FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.store", "bmtrain.utils")
-"""Public modules with code of their own, in files beside this one: what only scripts written for BMTrain need."""
+"""Public modules with code of their own, which only scripts written for BMTrain need."""
 
 NOT_YET = ("bmt_pipeline",)
-"""Packages that do not exist yet. The table has their names, so that the error can say where they will be."""
+"""Packages that do not exist yet. Their names are in the table, so that an error can name the package."""
 
-# Written out, so that a test can find each line and check it. From a clone, pip needs the paths of all packages of ours.
+# Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
 INSTALL_HINTS = {
     "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
     "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',

@@ -1,4 +1,4 @@
-"""A scratch store: put values down in one place of a program, look at them in another."""
+"""A dictionary for debugging: store values in one place of a program and read them in another."""
 
 from __future__ import annotations
 

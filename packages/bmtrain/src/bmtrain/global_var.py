@@ -15,8 +15,8 @@ __all__ = ["RunConfig", "config", "rank", "world_size"]
 class RunConfig(Mapping[str, Any]):
     """A read-only view of the current run.
 
-    Groups that this run does not have (``tp_comm`` with tp_size 1) are groups of one rank. Before initialisation only
-    ``initialized`` (False), ``rank`` (0) and ``world_size`` (1) answer.
+    Groups that a run does not have, such as ``tp_comm`` with tp_size 1, are groups of one rank. Before ``init_distributed()``
+    there are only the keys ``initialized`` (False), ``rank`` (0) and ``world_size`` (1).
     """
 
     def __getitem__(self, key: str) -> Any:

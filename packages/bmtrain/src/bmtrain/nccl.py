@@ -1,7 +1,7 @@
-"""BMTrain's low-level collectives under their old names, on the run's backend, whatever that is (gloo on the CPU).
+"""BMTrain's low-level collectives, on the backend of the run (NCCL or gloo).
 
-They write into ``dst``, return nothing, know no autograd, and take tensors or storages (``tensor.storage()``,
-``tensor.untyped_storage()``). An untyped storage is bytes: it can be moved, not reduced.
+They write into ``dst``, return nothing and are not differentiable. They take tensors or storages (``tensor.storage()``,
+``tensor.untyped_storage()``). An untyped storage holds bytes, which can be moved and not reduced.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ _depth = 0
 
 def allReduce(src: Memory, dst: Memory, op: ReduceOp, comm: Group) -> None:
     """Write the reduction of every rank's ``src`` to ``dst``."""
-    total = _tensor(src, op).clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(total, op).wait()
-    _write(dst, total)
+    reduce(src, dst, op, comm.rank, comm)
 
 
 def allGather(src: Memory, dst: Memory, comm: Group) -> None:
@@ -83,14 +81,14 @@ def recv(dst: Memory, peer: int, comm: Group) -> None:
 
 
 def groupStart() -> None:
-    """Begin a set of sends and receives that wait for nothing until :func:`groupEnd`. Sets may be nested."""
+    """Postpone the sends and receives that follow until the matching :func:`groupEnd`. Calls may be nested."""
     global _depth
     current()
     _depth += 1
 
 
 def groupEnd() -> None:
-    """Start everything since the outermost :func:`groupStart` as one, and wait for it."""
+    """Start all sends and receives since the outermost :func:`groupStart` as one, and wait for them."""
     global _depth
     if _depth == 0:
         raise RuntimeError("groupEnd() without groupStart().")

@@ -10,7 +10,8 @@ from torch import nn
 from bmt_core.checkpoint import load, save
 from bmt_core.checkpoint.format import TensorEntry
 from bmt_core.checkpoint.model_state import ModelState, world_group
-from bmt_core.comm.objects import all_gather_object, together
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
 from bmt_core.comm.protocols import Group
 
@@ -18,14 +19,14 @@ __all__ = ["_save_to_rank0", "allgather_objects", "broadcast_object", "load", "s
 
 
 def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
-    """Put the whole tensors of ``model``, on the host, into ``destination`` on rank 0, and return it. Collective.
+    """Put the state dict of ``model``, as whole tensors on the host, into ``destination`` on rank 0. Collective.
 
-    Names get ``prefix``. On other ranks it stays as it was: empty, by default.
+    Returns ``destination``, by default a new dictionary, which stays as it was on other ranks. Names get ``prefix``.
     """
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group = world_group()
     state = ModelState(model, "_save_to_rank0")
-    with together(group, "_save_to_rank0"):
+    with collective_section(group, "_save_to_rank0"):
         by_name = dict(state.tensors(keep=group.rank == 0))
     if group.rank == 0:
         for name, entry in state.index.entries.items():

@@ -1,4 +1,4 @@
-"""Helpers of training scripts: output on one rank, memory in use, a moving average, versions of torch."""
+"""Helpers for training scripts: printing on one rank, memory in use, a moving average, the version of torch."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = Non
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print ``message`` and the memory in use on rank 0: of its device, or of the process on the CPU.
+    """Print ``message`` and the memory in use on rank 0: that of its CUDA device, or of the process on the CPU.
 
-    ``detail`` prints torch's whole summary for a CUDA device. The device's peak starts anew on every rank.
+    ``detail`` prints torch's memory summary for a CUDA device. The device's peak is reset, on every rank.
     """
     device = (
         bmt_core.current().device
@@ -100,11 +100,9 @@ def round_up(x: int, d: int) -> int:
 
 
 class AverageRecorder:
-    """An exponential moving average, corrected for its start: v̂ = (v − αⁿ·s)/(1 − αⁿ) with v ← α·v + (1−α)·x from v
-    = s.
+    """A bias-corrected exponential moving average: v / (1 − αⁿ) after n records, with v ← α·v + (1−α)·x from v = 0.
 
-    So the value after n records is an average of these records alone, and ``start_value`` s is only what it is before
-    the first.
+    It is an average of the recorded values only. ``start_value`` is the value before the first record.
 
     >>> average = AverageRecorder(alpha=0.5)
     >>> for loss in (4.0, 1.0):
@@ -120,7 +118,7 @@ class AverageRecorder:
         self._left = 1.0  # alpha ** number of records
 
     def record(self, v: float) -> None:
-        """Take one more value in."""
+        """Add a value."""
         self._moving = self.alpha * self._moving + (1 - self.alpha) * v
         self._left *= self.alpha
 
@@ -142,7 +140,7 @@ def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
 def check_torch_version(version_str: str) -> int:
     """Return 1 when the installed torch is newer than ``version_str``, 0 when it is that version, -1 when it is older.
 
-    What stands after the numbers does not count: ``2.2.0a0+abc`` is 2.2.0, and 2.2 too.
+    What follows the numbers is ignored: ``2.2.0a0+abc`` equals 2.2.0 and 2.2.
     """
     installed, asked = _numbers(torch.version.__version__), _numbers(version_str)
     length = max(len(installed), len(asked))

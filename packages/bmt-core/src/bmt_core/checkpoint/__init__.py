@@ -1,4 +1,4 @@
-"""Checkpoints: a whole model in one file, written atomically and read at any number of ranks; and whole training runs."""
+"""Checkpoints: a model in one file, written atomically and read by any number of ranks, and the state of a training."""
 
 from bmt_core.checkpoint.background import wait_for_saves
 from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, whenever the process or the machine stops."""
+"""Writing files and directories atomically: after a crash there is the old one or the new one, and it is complete."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from bmt_core.errors import CheckpointError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; the file written there takes the place of ``path`` when the section
-    ends well.
+    """Yield a temporary path. The file written there replaces ``path`` at the end of the ``with`` statement.
 
-    Until then, and if it raises, ``path`` is what it was. A link is followed: its target is replaced. OSError becomes
-    :class:`CheckpointError`.
+    If its body raises, ``path`` stays as it was. If ``path`` is a symbolic link, its target is replaced. An OSError is raised
+    as :class:`CheckpointError`.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.tmp")
@@ -38,10 +37,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def publish_directory(temporary: Path, final: Path) -> None:
-    """Rename ``temporary``, whose files are flushed, to ``final``; what stood there goes afterwards.
+    """Rename ``temporary``, whose files are on disk, to ``final``, and delete the directory that was there.
 
-    A directory cannot be exchanged in one operation. If the process stops between the two renames, the previous one
-    is at :func:`previous_of` ``final``.
+    Directories cannot be exchanged in one operation, so the old one is renamed first. If the process stops between the two
+    renames, the old one is at :func:`previous_of` ``final``.
     """
     previous = previous_of(final)
     _flush(temporary)
@@ -54,7 +53,7 @@ def publish_directory(temporary: Path, final: Path) -> None:
 
 
 def previous_of(final: Path) -> Path:
-    """Return where :func:`publish_directory` keeps the directory that it replaces.
+    """Return the path to which :func:`publish_directory` renames the directory that it replaces.
 
     >>> previous_of(Path("runs/step-5")).name
     'step-5.old'

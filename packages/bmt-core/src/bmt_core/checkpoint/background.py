@@ -1,4 +1,4 @@
-"""Writing on a thread of its own: one save at a time, whose error comes out at the next call."""
+"""Saving on a thread, one save at a time. The next save or load raises its error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from bmt_core.checkpoint.model_state import world_group
-from bmt_core.comm.objects import together
+from bmt_core.comm.collective_section import collective_section
 
 
 class _Save:
@@ -15,7 +15,7 @@ class _Save:
         self.what = what
         self.error: Exception | None = None
         self._write = write
-        # No daemon: a program that ends first finishes its last checkpoint.
+        # Not a daemon: a program that ends meanwhile waits for its last checkpoint.
         self.thread = threading.Thread(target=self._run, name=f"bmt {what}")
 
     def _run(self) -> None:
@@ -23,7 +23,7 @@ class _Save:
             self._write()
         except Exception as error:
             self.error = error
-            # The next call raises it; if there is none, this line is all that tells.
+            # Printed too, because the program may make no further call that would raise it.
             print(f"bmt: {self.what} failed: {error}", file=sys.stderr, flush=True)
 
 
@@ -31,7 +31,7 @@ _under_way: _Save | None = None
 
 
 def start_save(what: str, write: Callable[[], None]) -> None:
-    """Run ``write`` on a thread. There must be no other under way: call :func:`wait_for_saves` first."""
+    """Run ``write`` on a thread. Call :func:`wait_for_saves` before: one save runs at a time."""
     global _under_way
     assert _under_way is None
     _under_way = _Save(what, write)
@@ -39,9 +39,9 @@ def start_save(what: str, write: Callable[[], None]) -> None:
 
 
 def wait_for_saves() -> None:
-    """Return when the last non-blocking :func:`save` is on disk; raise its error, on every rank. Collective."""
+    """Wait until the last non-blocking :func:`save` is on disk. If it failed, raise its error on every rank. Collective."""
     global _under_way
-    with together(world_group(), "a checkpoint in the background"):
+    with collective_section(world_group(), "a checkpoint in the background"):
         finished, _under_way = _under_way, None
         if finished is not None:
             finished.thread.join()

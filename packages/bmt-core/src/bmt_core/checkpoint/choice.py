@@ -1,4 +1,4 @@
-"""Which format a checkpoint file has: by name, by object, or by the file's suffix."""
+"""``choose_format``: the format of a checkpoint file, by name, by object, or by the file's suffix."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bmt_core.run.runtime import current, is_initialized
 
 FormatChoice = str | CheckpointFormat | type[CheckpointFormat] | None
 
-# Suffixes that promise a format which must not be written as something else by accident.
-_PROMISING = (".safetensors", ".gguf", ".json", ".npz", ".h5", ".onnx")
+# Suffixes of other formats: a file of torch under such a name would mislead.
+_SUFFIXES_OF_OTHERS = (".safetensors", ".gguf", ".json", ".npz", ".h5", ".onnx")
 
 
 def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
-    """Return the format that ``choice`` names or is; None: that of the suffix of ``path``, else the torch format.
+    """Return the format that ``choice`` is or names; for None the one of ``path``'s suffix, or else the torch format.
 
-    Raises :class:`CheckpointError` for directories and for a suffix that belongs to a format that nobody provides, and
+    Raises :class:`CheckpointError` for a directory, and for a suffix of a format that no installed package provides;
     :class:`PluginError` for an unknown name.
     """
     if path.is_dir():
@@ -30,12 +30,12 @@ def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
         return choice()
     registry = current().registry if is_initialized() else Registry.load()
     if choice is not None:
-        return _made(registry.find("checkpoint format", choice))
+        return _instantiate(registry.find("checkpoint format", choice))
     by_suffix = _by_suffix(registry)
     fitting = [suffix for suffix in by_suffix if path.name.endswith(suffix)]
     if fitting:
         return by_suffix[max(fitting, key=len)]
-    if path.suffix in _PROMISING:
+    if path.suffix in _SUFFIXES_OF_OTHERS:
         known = ", ".join(f"{form.name} ({suffix})" for suffix, form in by_suffix.items())
         raise CheckpointError(
             f"No installed package reads or writes {path.suffix} files, as {path} would have to be. Known: {known}."
@@ -47,7 +47,7 @@ def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
 def _by_suffix(registry: Registry) -> dict[str, CheckpointFormat]:
     found: dict[str, CheckpointFormat] = {}
     for kind in registry.checkpoint_formats.values():
-        form = _made(kind)
+        form = _instantiate(kind)
         for suffix in form.suffixes:
             other = found.setdefault(suffix, form)
             if other is not form:
@@ -58,10 +58,9 @@ def _by_suffix(registry: Registry) -> dict[str, CheckpointFormat]:
     return found
 
 
-def _made(kind: type) -> CheckpointFormat:
+def _instantiate(kind: type) -> CheckpointFormat:
     if not issubclass(kind, CheckpointFormat):
         raise PluginError(
             f"{kind.__qualname__} is announced as a checkpoint format but is no subclass of CheckpointFormat."
         )
-    made: CheckpointFormat = kind()
-    return made
+    return kind()

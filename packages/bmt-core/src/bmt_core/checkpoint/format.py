@@ -1,4 +1,4 @@
-"""What a checkpoint format must provide: :class:`CheckpointFormat` writes and opens, :class:`CheckpointReader` reads."""
+"""What a checkpoint format must implement: :class:`CheckpointFormat`, and the :class:`CheckpointReader` that it opens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 EXTRA_STATE = "_extra_state"
-"""torch's name for what is no tensor in a state dict."""
+"""The last part of the name of a module's extra state in a state dict: torch's word for what is not a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
     """One tensor of a checkpoint.
 
-    ``source`` is the first name under which the same memory is stored: its own, unless it is tied.
+    ``source`` is the first name of the tensor: its own name, or that of the tensor to which it is tied.
     """
 
     shape: torch.Size
@@ -28,17 +28,17 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignEntry:
-    """Something in a file that is neither a tensor nor a module's extra state. ``type_name`` is the name of its class."""
+    """A value in a file that is neither a tensor nor a module's extra state. ``type_name`` is the name of its class."""
 
     type_name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a checkpoint holds, without the tensors' values.
+    """What a checkpoint holds, without the values of tensors.
 
-    ``entries`` has all names in order: a :class:`TensorEntry`, the value itself for a module's extra state (names that
-    end in ``_extra_state``), or a :class:`ForeignEntry`. ``metadata`` is torch's: the versions of the modules by prefix.
+    ``entries`` maps all names, in order, to a :class:`TensorEntry`, to the value of a module's extra state (names that end
+    in ``_extra_state``), or to a :class:`ForeignEntry`. ``metadata`` is torch's: the modules' versions by prefix.
     """
 
     entries: Mapping[str, Any]
@@ -52,19 +52,18 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor ``name``, on the CPU and contiguous; it is not written to."""
+        """Return the tensor ``name``, on the CPU and contiguous. The caller does not write to it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the file back. No call is made afterwards."""
+        """Close the file. Nothing is called afterwards."""
 
 
 class CheckpointFormat(ABC):
-    """A way to keep tensors in a file. A subclass has a unique ``name`` and is announced by the hook
-    ``bmt_checkpoint_formats``.
+    """A file format for tensors. A subclass has a unique ``name`` and is announced by the hook ``bmt_checkpoint_formats``.
 
-    It is chosen by name or by the suffix of the file, and used on rank 0 only. It never sees a file that others rely
-    on: :meth:`write` is given a temporary path, and bmt puts the file in its place when it is complete.
+    It is chosen by name or by the suffix of the file, and used on rank 0 only. :meth:`write` gets a temporary path, and bmt
+    renames the file when it is complete.
     """
 
     name: ClassVar[str]
@@ -72,12 +71,12 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write a new file at ``path``, maybe on another thread than the main one.
+        """Write a new file at ``path``, on the main thread or another one.
 
-        ``tensors`` can be iterated once: every tensor whose ``source`` is its own name, in order, on the CPU,
-        contiguous and owned by the receiver. Each is gathered when it is asked for.
+        ``tensors`` can be iterated once. It yields the name and value of every tensor whose ``source`` is its own name, in
+        order. A tensor is gathered when the iterator reaches it; it is contiguous, on the CPU, and belongs to this method.
         """
 
     @abstractmethod
     def open(self, path: Path) -> CheckpointReader:
-        """Open ``path``; raise :class:`CheckpointError` when it is not whole or not of this format."""
+        """Open ``path``. Raise :class:`CheckpointError` if it is damaged or of another format."""

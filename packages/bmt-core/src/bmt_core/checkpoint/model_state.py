@@ -1,4 +1,4 @@
-"""A model as whole tensors by name, one at a time: gathered for a checkpoint, and cut again for this rank."""
+"""``ModelState``: the state dict of a distributed model, as whole tensors that are gathered one at a time."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
-from bmt_core.checkpoint.torch_file import packed, unpacked
-from bmt_core.checkpoint.torch_format import memory_of
-from bmt_core.comm.objects import all_gather_object, together
+from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
+from bmt_core.checkpoint.torch_format import memory_key
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import group_of_owners, in_one_order, own_axes, ranks_beside
+from bmt_core.params.own_parameters import first_holders, group_of_owners, own_axes
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
 
 
 class LocalState:
-    """What this rank has of the state dict of a model. Nothing is communicated; CheckpointError if it cannot be stored."""
+    """This rank's part of a model's state dict. Communicates nothing; :class:`CheckpointError` if it cannot be stored."""
 
     def __init__(self, model: nn.Module) -> None:
-        state = model.state_dict(keep_vars=True)  # bmt's modules put the parameters themselves there
+        state = model.state_dict(keep_vars=True)  # with the parameters themselves, which are not gathered
         first_names: dict[Any, str] = {}
         self.entries: dict[str, Any] = {}
         for name, value in state.items():
@@ -34,44 +35,44 @@ class LocalState:
                 self.entries[name] = value
                 continue
             _check_storable(name, value)
-            source = first_names.setdefault(_identity(value), name)
+            source = first_names.setdefault(_tie_key(value), name)
             self.entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
         self.metadata: dict[str, Any] = getattr(state, "_metadata", {})
         self.values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def report(self) -> Report:
-        """Return what other ranks need to know."""
         extra = {name: entry for name, entry in self.entries.items() if not isinstance(entry, TensorEntry)}
         tensors = {name: entry if isinstance(entry, TensorEntry) else None for name, entry in self.entries.items()}
         own = {name: own_axes([v]) for name, v in self.values.items() if isinstance(v, DistributedParameter)}
-        return Report(tensors, packed(extra), self.metadata, own)
+        return Report(tensors, to_bytes(extra), self.metadata, own)
 
 
 class Report(NamedTuple):
-    """What a rank tells others of its part of the state dict."""
+    """What a rank tells the others about its part of the state dict."""
 
-    entries: dict[str, TensorEntry | None]  # None: in ``extra``
-    extra: bytes  # values that are no tensors, packed
+    entries: dict[str, TensorEntry | None]  # None for a value in ``extra``
+    extra: bytes  # values that are not tensors, by name, serialised
     metadata: dict[str, Any]
     own_axes: dict[str, frozenset[str]]  # of the distributed parameters
 
 
 class ModelState:
-    """The state dict of a model before anything is gathered: ``index`` tells what it holds, :meth:`tensors` streams it.
+    """The state dict of a whole model: ``index`` says what it holds, and :meth:`tensors` gathers its tensors.
 
-    Ranks may hold different parts of it, as pipeline stages do; ``index`` is that of the whole model.
+    Ranks may hold different parts of the model, as pipeline stages do.
     """
 
     def __init__(self, model: nn.Module, what: str) -> None:
-        """Find out what ``model`` holds, on all ranks. Collective; an error while doing ``what`` is raised by all ranks."""
+        """Make the index of ``model``. Collective. If one rank fails, all raise an error that says it happened in ``what``."""
         world = world_group()
-        with together(world, what):
+        with collective_section(world, what):
             local = LocalState(model)
         self._values = local.values
         self._group = group_of_owners(local.values.values())
         reports = all_gather_object(local.report(), self._group)
-        with together(world, what):
-            self._holders = _holders(reports, self._group)
+        with collective_section(world, what):
+            names, axes = [list(report.entries) for report in reports], [report.own_axes for report in reports]
+            self._holders = first_holders(self._group.ranks, names, axes)
             entries = {
                 name: _entry(name, holder, reports, local, self._group) for name, holder in self._holders.items()
             }
@@ -79,10 +80,10 @@ class ModelState:
         self.index = Index(entries=entries, metadata=metadata)
 
     def tensors(self, *, keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the distinct tensors, whole, as host copies. Collective: every rank iterates to the end.
+        """Yield the name and a whole host copy of each tensor, tied ones once. Collective: every rank iterates to the end.
 
-        Only ranks with ``keep`` make copies and get something; rank 0 gets all. When a copy fails, the rank still takes part
-        in what follows, and raises at the end.
+        A rank with ``keep`` False yields nothing. Rank 0 has every tensor of the model, other ranks those of their part. If a
+        copy fails, the rank takes part in the remaining gathers and raises at the end.
         """
         failure: Exception | None = None
         for name, entry in self.index.entries.items():
@@ -102,7 +103,7 @@ class ModelState:
             raise failure
 
     def _whole(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return the whole tensor where this rank has it, and on rank 0, which may need to be sent it."""
+        """Return the whole tensor if this rank has a part of it. Rank 0 is sent the tensors of which it has none."""
         whole = whole_tensor(self._values[name]) if name in self._values else None
         holder = self._holders[name]
         if holder == 0 or 0 not in self._group.ranks:
@@ -122,28 +123,7 @@ def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState,
     if holder == group.rank:
         return local.entries[name]
     entry = reports[holder].entries[name]
-    return unpacked(reports[holder].extra)[name] if entry is None else entry
-
-
-def _holders(reports: Sequence[Report], group: Group) -> dict[str, int]:
-    """Return, in the order of the whole model, which is the first of ``group`` to have each entry."""
-    holders = {}
-    for name in in_one_order([list(report.entries) for report in reports]):
-        having = [rank for rank, report in zip(group.ranks, reports, strict=True) if name in report.entries]
-        holders[name] = group.ranks.index(having[0])
-        axes = reports[holders[name]].own_axes.get(name)
-        expected = having if axes is None else ranks_beside(group.ranks, having[0], axes)
-        if not set(having) <= set(expected):
-            raise CheckpointError(
-                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give them names of their own:"
-                " the layers of a pipeline stage, say, are numbered from the first layer of the model."
-            )
-        if having != expected:
-            raise CheckpointError(
-                f"{name} is sharded over ranks {expected}, and only ranks {having} have it. Make it on all of them, or declare"
-                " it local along the axis along which they differ: locality=[Locality(axis)]."
-            )
-    return holders
+    return from_bytes(reports[holder].extra)[name] if entry is None else entry
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -155,12 +135,12 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def whole_shape(value: torch.Tensor) -> torch.Size:
-    """Return the shape of :func:`whole_tensor` without making it."""
+    """Return the shape of :func:`whole_tensor`. Communicates nothing."""
     return value.whole_shape if isinstance(value, DistributedParameter) else value.shape
 
 
 def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write into ``target`` what this rank keeps of ``whole``, in the dtype of ``target``. Nothing is communicated."""
+    """Copy this rank's part of ``whole`` to ``target``, in its dtype. Communicates nothing."""
     with torch.no_grad():
         if not isinstance(target, DistributedParameter):
             target.copy_(whole)
@@ -169,7 +149,7 @@ def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor | None]]:
-    """Yield what ``load_state_dict`` looks for: (name, module, tensor), tied ones under every name, None for extra state."""
+    """Yield (name, module, tensor) for all that ``load_state_dict`` sets: tied tensors under every name, None for extra state."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
@@ -182,7 +162,7 @@ def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tens
 
 
 def world_group() -> Group:
-    """Return the group of all ranks; before ``init_distributed()``, of this process."""
+    """Return the group of all ranks; before ``init_distributed()`` the group of this process alone."""
     return current().world if is_initialized() else SingleGroup(0)
 
 
@@ -196,8 +176,8 @@ def _check_storable(name: str, value: torch.Tensor) -> None:
         )
 
 
-def _identity(value: torch.Tensor) -> Any:
-    # A part of a distributed parameter may start where an empty part of another one does: those are told apart as objects.
+def _tie_key(value: torch.Tensor) -> Any:
+    # Parts of different distributed parameters may have the same address and shape if they are empty.
     if isinstance(value, DistributedParameter) or value.numel() == 0:
         return id(value)
-    return memory_of(value)
+    return memory_key(value)

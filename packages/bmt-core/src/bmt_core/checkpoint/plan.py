@@ -1,4 +1,4 @@
-"""What a load will do, compared in full before it does anything."""
+"""``plan_load``: compare a model with a checkpoint, before anything is written, and list the steps of the load."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Step:
-    """Put ``value`` into ``target``, or with ``target`` None give it to ``module`` as its extra state.
+    """Write ``value`` to ``target``, or give it to ``module`` as its extra state if ``target`` is None.
 
-    ``value`` is the file's :class:`TensorEntry`, or a tensor that a module's own hook brought in.
+    ``value`` is a :class:`TensorEntry` of the file, or a tensor that a module's ``load_state_dict`` pre-hook added.
     """
 
     module: nn.Module
@@ -31,7 +31,7 @@ class Step:
 
 @dataclass
 class LoadPlan:
-    """The steps of a load on this rank, and the names that found no partner."""
+    """The steps of a load on this rank, and the names that only the model (missing) or only the file has (unexpected)."""
 
     steps: list[Step] = field(default_factory=list)
     extra_states: list[tuple[nn.Module, Any]] = field(default_factory=list)
@@ -40,16 +40,16 @@ class LoadPlan:
 
     @property
     def sources(self) -> list[str]:
-        """Which tensors of the file the steps need, in order."""
+        """Names of the file's tensors that the steps need, in order."""
         return list(dict.fromkeys(step.value.source for step in self.steps if isinstance(step.value, TensorEntry)))
 
 
 def plan_load(
     model: nn.Module, index: Index, *, source: str, strict: bool, elsewhere: Collection[str] = ()
 ) -> LoadPlan:
-    """Compare ``model`` with what ``index`` says is in the file; raise one :class:`CheckpointError` with all that does not fit.
+    """Compare ``model`` with the ``index`` of a file; raise one :class:`CheckpointError` that lists all that does not fit.
 
-    ``elsewhere`` are the names that other ranks' parts of the model have.
+    ``elsewhere`` are the names in other ranks' parts of the model.
     """
     values, complaints = _renamed_by_hooks(model, index, strict)
     plan = LoadPlan()
@@ -68,11 +68,11 @@ def plan_load(
         if complaint is not None:
             complaints.append(complaint)
             continue
-        # A tied parameter whose names are tied in the file too is sent once.
-        once = (id(target), value.source if isinstance(value, TensorEntry) else name)
-        if target is None or once not in done:
+        # A parameter that is tied in the model and in the file is written once.
+        key = (id(target), value.source if isinstance(value, TensorEntry) else name)
+        if target is None or key not in done:
             plan.steps.append(Step(module, target, value))
-            done.add(once)
+            done.add(key)
     plan.unexpected = [name for name in values if name not in expected and name not in elsewhere]
     if strict:
         complaints = [*_key_complaints(plan, values), *complaints]
@@ -82,7 +82,7 @@ def plan_load(
 
 
 def _renamed_by_hooks(model: nn.Module, index: Index, strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """Run the models' ``load_state_dict`` pre-hooks, which rename or add keys, on stand-ins for the file's tensors."""
+    """Run the model's ``load_state_dict`` pre-hooks, which rename or add keys, on meta tensors in place of the file's."""
     stand_ins: OrderedDict[str, Any] = OrderedDict()
     origins: dict[int, TensorEntry] = {}
     for name, entry in index.entries.items():
@@ -91,7 +91,7 @@ def _renamed_by_hooks(model: nn.Module, index: Index, strict: bool) -> tuple[dic
             origins[id(stand_ins[name])] = entry
         else:
             stand_ins[name] = entry
-    kept = list(stand_ins.values())  # so that no id is used twice
+    kept = list(stand_ins.values())  # so that no id is reused
     complaints: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
         for hook in list(module._load_state_dict_pre_hooks.values()):
@@ -101,7 +101,9 @@ def _renamed_by_hooks(model: nn.Module, index: Index, strict: bool) -> tuple[dic
     del kept
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.is_meta:
-            complaints.append(f"{name}: a load_state_dict pre-hook computes with values, which it can only rename here")
+            complaints.append(
+                f"{name}: a load_state_dict pre-hook computes with tensors, and here it can only rename them"
+            )
     return values, complaints
 
 
@@ -112,17 +114,17 @@ def _compare(name: str, value: Any, target: torch.Tensor) -> str | None:
     shape = whole_shape(target)
     if value.shape != shape:
         return f"{name}: the file has shape {tuple(value.shape)}, the model {tuple(shape)}"
-    if not _converts(value.dtype, target.dtype):
+    if not _can_convert(value.dtype, target.dtype):
         return f"{name}: the file has {value.dtype}, which {target.dtype} of the model cannot hold"
     if target.is_meta:
         return f"{name}: the model's tensor is on the meta device, so there is no memory to load into"
     return None
 
 
-def _converts(source: torch.dtype, target: torch.dtype) -> bool:
-    # Between integers and booleans torch's rule is stricter than old files need (masks were once uint8).
-    counts = not any(dtype.is_floating_point or dtype.is_complex for dtype in (source, target))
-    return counts or torch.can_cast(source, target)
+def _can_convert(source: torch.dtype, target: torch.dtype) -> bool:
+    # torch.can_cast refuses integers to booleans, but masks in old files are uint8.
+    are_integers = not any(dtype.is_floating_point or dtype.is_complex for dtype in (source, target))
+    return are_integers or torch.can_cast(source, target)
 
 
 def _key_complaints(plan: LoadPlan, values: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The states of every random generator that a training program draws from."""
+"""The states of the random generators of torch, its CUDA device, ``random`` and numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bmt_core.run.runtime import current, is_initialized
 
 
 class _Generator(NamedTuple):
-    """How to read a generator's state, as tensors and plain values, to write it back, and to start it anew from a seed."""
+    """How to read a generator's state as tensors and plain values, how to restore it, and how to seed it."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -26,14 +26,12 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(saved: Sequence[dict[str, Any]], rank: int, world_size: int) -> list[str]:
-    """Restore what every rank of the saved run had, in a run of ``world_size`` ranks; return the kinds that started
-    anew.
+    """Restore ``saved``, the states of every rank of the saved run; return the kinds that were seeded instead.
 
-    With the same number of ranks each gets its own back. Otherwise a kind whose state was the same on all ranks (the
-    shared stream that bmt draws from) is restored on all; one that differed is seeded on each rank, from rank 0's
-    state and the rank.
+    With the same number of ranks each rank gets its own states. Otherwise a kind whose state was the same on all ranks is
+    restored on all; a kind whose states differed is seeded on each rank from rank 0's state and the rank.
     """
-    anew = []
+    seeded = []
     for kind, generator in _generators().items():
         states = [states.get(kind) for states in saved]
         if any(state is None for state in states):
@@ -45,8 +43,8 @@ def restore_random_states(saved: Sequence[dict[str, Any]], rank: int, world_size
             generator.set(states[0])
         else:
             generator.seed(int(_hash(f"{digests[0]} {rank}")[:8], 16))
-            anew.append(kind)
-    return anew
+            seeded.append(kind)
+    return seeded
 
 
 def _generators() -> dict[str, _Generator]:

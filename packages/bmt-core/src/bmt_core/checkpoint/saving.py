@@ -1,4 +1,4 @@
-"""``save``: the whole model in one file, gathered tensor by tensor."""
+"""``save``: write a whole model to one file, gathering one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bmt_core.checkpoint.background import start_save, wait_for_saves
 from bmt_core.checkpoint.choice import FormatChoice, choose_format
 from bmt_core.checkpoint.format import CheckpointFormat, Index
 from bmt_core.checkpoint.model_state import ModelState, world_group
-from bmt_core.comm.objects import together
+from bmt_core.comm.collective_section import collective_section
 
 
 def save(
@@ -25,25 +25,23 @@ def save(
 
     In the torch format, which is the default, the file is what ``torch.save(model.state_dict())`` of the unwrapped
     model writes: ``torch.load(path, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
-    takes it. Tied parameters are stored once. Where ranks hold different parts of the model, as pipeline stages do, the
-    file has all of them. Of tensors that are not distributed (buffers, plain parameters), those of the first rank that has
-    them are saved.
+    accepts it. Tied parameters are stored once. If ranks hold different parts of the model, as pipeline stages do, the file
+    has all parts. A tensor that is not distributed (a buffer or a plain parameter) is taken from the first rank that has it.
 
-    One tensor is gathered at a time; the file's tensors are in rank 0's host memory only. The file appears whole or
-    not at all: if the program dies at any moment, what was at ``path`` is still there. With ``non_blocking`` the
-    tensors are copied now and written on a thread; an error comes out of the next ``save``, ``load`` or
-    :func:`wait_for_saves`.
+    One tensor is gathered at a time, and only rank 0 keeps them in host memory. The write is atomic: if the program dies at
+    any moment, the previous file at ``path`` is still there. With ``non_blocking`` the tensors are copied to the host now and
+    written on a thread; the next ``save``, ``load`` or :func:`wait_for_saves` raises an error that happens there.
 
-    ``format`` is the name of a registered format, or a :class:`CheckpointFormat`; by default the file's suffix decides.
+    ``format`` is the name of a registered format or a :class:`CheckpointFormat`; by default the file's suffix decides.
     Raises :class:`CheckpointError` on every rank when rank 0 cannot write.
     """
     wait_for_saves()
     group = world_group()
     target = Path(path)
-    with together(group, f"saving {target}"):
+    with collective_section(group, f"saving {target}"):
         chosen = choose_format(target, format)
     state = ModelState(model, f"saving {target}")
-    with together(group, f"saving {target}"):
+    with collective_section(group, f"saving {target}"):
         index, tensors = state.index, state.tensors(keep=group.rank == 0)
         try:
             if group.rank == 0 and non_blocking:
@@ -52,7 +50,7 @@ def save(
             elif group.rank == 0:
                 _write(target, chosen, index, tensors)
         finally:
-            # A rank that keeps nothing, or whose disk is full, still takes part in every gather.
+            # Gathers are collective: other ranks than 0, and a rank 0 whose disk is full, make them all too.
             deque(tensors, maxlen=0)
 
 

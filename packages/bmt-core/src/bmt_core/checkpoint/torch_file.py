@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that hold tensors and plain values only, checked when written and when read."""
+"""Files of ``torch.save`` that hold only tensors and plain values, which is checked when they are written and read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_torch_file(path: Path, value: object) -> None:
         raise CheckpointError(f"Cannot write {path}: {error}.") from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{_ONLY_PLAIN} {error}") from error
-    # What cannot be loaded must come out now, not after the crash: this reads the structure, not the tensors.
+    # A file that cannot be loaded must be noticed now, not when it is needed. This does not read the tensors' values.
     try:
         torch.load(path, mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -32,18 +32,18 @@ def write_torch_file(path: Path, value: object) -> None:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return what ``path`` holds, its tensors mapped from the file: they cost no memory before they are read.
+    """Return what ``path`` holds. Its tensors are mapped from the file, so they take no memory until they are read.
 
-    Raises :class:`CheckpointError` when there is no such file, when it is cut short or damaged, when torch did not
-    write it, and when it holds anything but tensors and plain values (what torch calls ``weights_only``).
+    Raises :class:`CheckpointError` if there is no such file, if it is damaged or was not written by torch, and if it holds
+    anything but tensors and plain values (torch's ``weights_only``).
     """
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint file {path}." + (" It is a directory." if path.is_dir() else ""))
     try:
         is_archive = zipfile.is_zipfile(path)
         if is_archive:
-            _check_sums(path)
-        # Files older than torch 1.6 are no archives and cannot be mapped.
+            _verify_checksums(path)
+        # Files that torch wrote before 1.6 are not archives and cannot be mapped.
         return torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
     except (CheckpointError, MemoryError):
         raise
@@ -56,20 +56,21 @@ def read_torch_file(path: Path) -> Any:
                 " If you trust it, load it with torch.load(weights_only=False) and save the state dict alone."
             ) from error
         raise CheckpointError(_not_whole(path)) from error
-    # Whatever the bytes are, torch's readers may raise whatever they like on them.
+    # torch may raise anything for arbitrary bytes.
     except Exception as error:
-        raise CheckpointError(f"{_not_whole(path)} ({type(error).__name__}: {_first_line(error)})") from error
+        first_line = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{_not_whole(path)} ({type(error).__name__}: {first_line})") from error
 
 
-def packed(value: object) -> bytes:
-    """Return tensors and plain values as bytes: like pickle, and for every dtype."""
+def to_bytes(value: object) -> bytes:
+    """Serialise tensors, of every dtype, and plain values."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def unpacked(data: bytes) -> Any:
-    """Return what :func:`packed` was given."""
+def from_bytes(data: bytes) -> Any:
+    """Return the value of which :func:`to_bytes` made ``data``."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
@@ -86,8 +87,8 @@ def _not_whole(path: Path) -> str:
     )
 
 
-def _check_sums(path: Path) -> None:
-    # torch does not compare the sums that it writes. A sum of zero means that writing them was turned off.
+def _verify_checksums(path: Path) -> None:
+    # torch writes checksums and does not verify them. Zero means that writing them was turned off.
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if info.CRC == 0:
@@ -98,10 +99,6 @@ def _check_sums(path: Path) -> None:
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    # The class stands in the middle of a long text about torch.load's arguments.
+    # The name of the class is in the middle of a long text about torch.load's arguments.
     found = re.search(r"GLOBAL (\S+)", str(error))
     return found[1] if found else str(error).strip().splitlines()[-1]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

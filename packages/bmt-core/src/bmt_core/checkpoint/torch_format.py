@@ -1,4 +1,4 @@
-"""The torch format: a state dict of whole tensors, as ``torch.save(model.state_dict())`` of the plain model would write it."""
+"""The torch format: the file that ``torch.save(model.state_dict())`` of the plain model writes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from bmt_core.errors import CheckpointError
 
 
 class TorchFormat(CheckpointFormat):
-    """Files for ``torch.load(weights_only=True)``; writing needs the whole model once in rank 0's host memory."""
+    """Files for ``torch.load(weights_only=True)``. Writing one takes rank 0 host memory for the whole model."""
 
     name = "torch"
     suffixes = (".pt", ".pth", ".bin", ".ckpt")
 
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See :meth:`CheckpointFormat.write`."""
         by_name = dict(tensors)
         state: OrderedDict[str, Any] = OrderedDict()
         for name, entry in index.entries.items():
@@ -37,7 +36,6 @@ class TorchFormat(CheckpointFormat):
         write_torch_file(path, state)
 
     def open(self, path: Path) -> CheckpointReader:
-        """See :meth:`CheckpointFormat.open`."""
         return _TorchReader(path)
 
 
@@ -71,11 +69,11 @@ def _entries(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path}: {name} is a sparse tensor, which cannot be distributed. Save it with .to_dense()."
             )
-        source = first_names.setdefault(memory_of(value), name) if value.numel() else name
+        source = first_names.setdefault(memory_key(value), name) if value.numel() else name
         entries[name] = TensorEntry(shape=value.shape, dtype=value.dtype, source=source)
     return entries
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two tensors that show the same elements of the same memory have in common."""
+def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for tied tensors: those that are the same view of the same memory."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

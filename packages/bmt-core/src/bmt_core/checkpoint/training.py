@@ -1,8 +1,8 @@
-"""``save_checkpoint`` and ``load_checkpoint``: all that a training program needs to go on as if it had never stopped.
+"""``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it continues bit for bit.
 
-A checkpoint is a directory ``step-N`` with ``model.pt`` (see :func:`save`) and ``training.pt``, beside a file
-``latest`` that names the newest one. It is written under another name and renamed when it is complete, so that what
-``latest`` names is always whole.
+A checkpoint is a directory ``step-N`` with ``model.pt`` (see :func:`save`) and ``training.pt``. A file ``latest`` beside it
+names the newest one. A checkpoint is written under another name and renamed when it is complete, so that ``latest`` always
+names a complete one.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from bmt_core.checkpoint.loading import load
 from bmt_core.checkpoint.model_state import world_group
 from bmt_core.checkpoint.random_state import random_states, restore_random_states
 from bmt_core.checkpoint.saving import save
-from bmt_core.checkpoint.torch_file import packed, read_torch_file, unpacked, write_torch_file
-from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.checkpoint.torch_file import from_bytes, read_torch_file, to_bytes, write_torch_file
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 
 _MODEL = "model.pt"
 _TRAINING = "training.pt"
 _LATEST = "latest"
-# How the optimizer's state is kept: not at all, whole in training.pt, or each rank's own in a file of its own.
+# Where the optimizer's state is: nowhere, whole in training.pt, or in one file per rank with that rank's part.
 _NONE, _LOGICAL, _PER_RANK = "none", "logical", "per rank"
 
 
 def save_checkpoint(
     dir: str | os.PathLike[str], model: nn.Module, manager: Any = None, *, step: int = 0, extra: Any = None
 ) -> Path:
-    """Write everything for going on bit for bit to ``dir/step-<step>`` and return that path. Collective.
+    """Write all that is needed to continue bit for bit to ``dir/step-<step>`` and return that path. Collective.
 
     That is: the model; the optimizers, loss scale and schedulers of ``manager``; the state of every rank's random
-    generators (torch, its CUDA device, ``random``, numpy); ``step``; and ``extra``, of tensors and plain values,
-    which is rank 0's: the position in the data, say. ``manager`` is any object with ``state_dict()`` and
-    ``load_state_dict()``. If it has ``logical_state()`` and ``load_logical_state()`` as ``OptimManager`` has, its
-    state is stored whole and loads at any number of ranks; otherwise each rank writes its own, to a directory that
-    all ranks must see.
+    generators (torch, its CUDA device, ``random``, numpy); ``step``; and rank 0's ``extra``, made of tensors and plain values,
+    for example the position in the data. ``manager`` is any object with ``state_dict()`` and ``load_state_dict()``. If it has
+    ``logical_state()`` and ``load_logical_state()``, as ``OptimManager`` has, its state is stored whole and can be loaded by
+    any number of ranks. Otherwise each rank writes its own state, to a directory that all ranks must be able to access.
 
-    Whenever the program dies, the checkpoint that ``dir/latest`` names is whole.
+    If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete.
     """
     wait_for_saves()
     group = world_group()
     final = Path(dir) / f"step-{step}"
     temporary = final.with_name(f"{final.name}.tmp")
-    with together(group, f"saving {final}"):
+    with collective_section(group, f"saving {final}"):
         if group.rank == 0:
             _make_empty(temporary)
     save(model, temporary / _MODEL)
     kind = _kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == _LOGICAL else None
     states = all_gather_object(random_states(), group)
-    with together(group, f"saving {final}"):
+    with collective_section(group, f"saving {final}"):
         if kind == _PER_RANK:
             _write(temporary / _rank_file(group.rank), manager.state_dict())
         if group.rank == 0:
             training = {"step": step, "extra": extra, "world_size": group.size, "random": states}
             _write(temporary / _TRAINING, {**training, "optimizer": kind, "optimizer_state": state})
-    with together(group, f"saving {final}"):
+    with collective_section(group, f"saving {final}"):
         if group.rank == 0:
             _publish(temporary, final)
     return final
@@ -73,33 +73,32 @@ def save_checkpoint(
 def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any = None) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` wrote and return ``{"step": …, "extra": …}``. Collective.
 
-    ``dir`` is the directory given to :func:`save_checkpoint`, of which the latest checkpoint is taken, or one
-    ``step-N`` in it. With ``manager`` None the optimizer's state is left aside. The number of ranks may be another
-    one than at saving, if the optimizer's state is stored whole; random generators whose states differed between
-    ranks then start anew from a seed made of rank 0's state and the rank, and a line says so.
+    ``dir`` is the directory given to :func:`save_checkpoint`, whose latest checkpoint is loaded, or one ``step-N`` in it.
+    With ``manager`` None the optimizer's state is not loaded. The number of ranks may differ from the one at saving if the
+    optimizer's state is stored whole. Random generators whose states differed between ranks are then seeded from rank 0's
+    state and the rank, and a line is printed that says so.
 
-    Raises :class:`CheckpointError` on every rank; as long as it is about the files, the model, or how they fit each
-    other, nothing has been changed.
+    Raises :class:`CheckpointError` on every rank. If the files are damaged or do not fit the model, nothing has been changed.
     """
     wait_for_saves()
     group = world_group()
     training: dict[str, Any] | None = None
     folder = Path(dir)
-    with together(group, f"loading {folder}"):
+    with collective_section(group, f"loading {folder}"):
         if group.rank == 0:
-            folder = _find(folder)
+            folder = _find_checkpoint(folder)
             training = _read_training(folder)
-    packed_head = packed({name: training[name] for name in _HEAD}) if training is not None else None
-    packed_head, folder = broadcast_object((packed_head, folder), group)
-    head = unpacked(packed_head)
-    with together(group, f"loading {folder}"):
+    head_bytes = to_bytes({name: training[name] for name in _HEAD}) if training is not None else None
+    head_bytes, folder = broadcast_object((head_bytes, folder), group)
+    head = from_bytes(head_bytes)
+    with collective_section(group, f"loading {folder}"):
         own_state = _own_state(folder, head, manager, group)
     load(model, folder / _MODEL)
     if manager is not None and head["optimizer"] == _LOGICAL:
         state = training["optimizer_state"] if training is not None else None
         manager.load_logical_state(list(model.named_parameters()), state)
     elif manager is not None:
-        with together(group, f"loading {folder}"):
+        with collective_section(group, f"loading {folder}"):
             manager.load_state_dict(own_state)
     _restore_random(head["random"], folder, group)
     return {"step": head["step"], "extra": head["extra"]}
@@ -138,13 +137,10 @@ def _publish(temporary: Path, final: Path) -> None:
         latest.write_text(f"{final.name}\n")
 
 
-def _find(folder: Path) -> Path:
+def _find_checkpoint(folder: Path) -> Path:
     latest = folder / _LATEST
-    if not latest.is_file():
-        named = folder
-    else:
-        named = folder / latest.read_text().strip()
-    # A directory being replaced when the program died: see publish_directory.
+    named = folder / latest.read_text().strip() if latest.is_file() else folder
+    # The second exists if the program died in publish_directory.
     for candidate in (named, previous_of(named)):
         if (candidate / _TRAINING).is_file():
             return candidate
@@ -162,7 +158,7 @@ def _read_training(folder: Path) -> dict[str, Any]:
 
 
 def _own_state(folder: Path, head: dict[str, Any], manager: Any, group: Group) -> Any:
-    """Check that ``manager`` can take what was saved; return this rank's own state where each rank wrote one."""
+    """Check that ``manager`` can load what was saved; return this rank's state if each rank wrote its own."""
     saved = head["optimizer"]
     if manager is None:
         return None
@@ -190,10 +186,10 @@ def _rank_file(rank: int) -> str:
 
 
 def _restore_random(saved: Sequence[dict[str, Any]], folder: Path, group: Group) -> None:
-    anew = restore_random_states(saved, group.rank, group.size)
-    if anew and group.rank == 0:
+    seeded = restore_random_states(saved, group.rank, group.size)
+    if seeded and group.rank == 0:
         print(
             f"bmt: {folder} was saved by {len(saved)} rank(s) and is loaded by {group.size}: the random generators that differed"
-            f" between ranks ({', '.join(anew)}) start anew, seeded from rank 0's state and the rank.",
+            f" between ranks ({', '.join(seeded)}) are seeded anew, from rank 0's state and the rank.",
             flush=True,
         )

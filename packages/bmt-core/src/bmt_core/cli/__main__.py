@@ -1,4 +1,4 @@
-"""Lets ``python -m bmt_core.cli`` and torchrun start the program."""
+"""``python -m bmt_core.cli`` runs the program ``bmt``, also under torchrun."""
 
 from bmt_core.cli import main
 

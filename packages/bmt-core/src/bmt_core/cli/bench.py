@@ -1,4 +1,4 @@
-"""``bmt bench``: how fast the ranks of this run exchange data."""
+"""``bmt bench``: measure how fast ranks exchange data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bmt doctor``: one look at everything that decides whether a run works and how fast it is."""
+"""``bmt doctor``: check what decides whether a run works and how fast it is."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Report:
         self._console.print(table)
 
     def finish(self) -> None:
-        """Print the sum, and exit with status 1 if there was an error."""
+        """Print the number of errors and warnings, and exit with status 1 if there was an error."""
         counts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in self._counts.items() if count]
         self._console.print(styled(" and ".join(counts) + "." if counts else "No problem found.", "bold"))
         if self._counts["error"]:
@@ -107,7 +107,10 @@ def _report_comm_backends(report: Report, registry: Registry) -> None:
         (name, "ok" if name == chosen else "", "chosen for a run" if name == chosen else "installed")
         for name in sorted(registry.working("comm backend"))
     ]
-    rows += _failure(chosen, lambda: registry.find("comm backend", chosen))
+    try:
+        registry.find("comm backend", chosen)
+    except BmtError as problem:
+        rows.append((chosen, "error", str(problem)))
     report.table("Communication backends", rows, ("name", "", ""))
 
 
@@ -163,15 +166,6 @@ def _report_environment(report: Report, device: torch.device) -> None:
     rows: list[tuple[str, ...]] = [(item.variable, item.severity, item.effect, item.remedy) for item in findings]
     nothing = [("", "ok", "Nothing in it hurts.", "")]
     report.table("Environment", rows or nothing, ("variable", "", "what it does", "what to do"))
-
-
-def _failure(name: str, check: Callable[[], object]) -> list[tuple[str, str, str]]:
-    """Return a row when ``check`` raises one of bmt's errors."""
-    try:
-        check()
-    except BmtError as problem:
-        return [(name, "error", str(problem))]
-    return []
 
 
 def _usable_cores() -> int:

@@ -1,4 +1,4 @@
-"""Environment variables that break a run or make it slow: pure functions from an environment to findings."""
+"""``examine_environment``: find environment variables that break a run or make it slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Severity = Literal["error", "warning", "advice"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about the environment: which variable, what it does, and what to do."""
+    """A variable of the environment that matters, what it does, and what to do about it."""
 
     severity: Severity
     variable: str
@@ -24,7 +24,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What decides whether a value hurts. ``cores`` are those that this process may use."""
+    """The machine that the environment is for. ``cores`` is how many of them this process may use."""
 
     cores: int
     device_type: str
@@ -144,7 +144,7 @@ _RULES = (
 
 
 def _rendezvous(environ: Mapping[str, str]) -> Iterable[Finding]:
-    """The launcher's variables, judged by the code that reads them at start, and half sets that it would not notice."""
+    """Check the launcher's variables by the code that reads them at the start, and whether some of them are missing."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [name for name in launchers if name in environ]
     try:
@@ -175,7 +175,7 @@ def _threads(environ: Mapping[str, str], machine: Machine) -> Iterable[Finding]:
             severity, "OMP_NUM_THREADS (unset)", effect, f"Set cores / ranks of this host: OMP_NUM_THREADS={share}"
         )
         return
-    # A list sets the number per level of nesting; the first one counts here.
+    # A list has one number per level of nested parallelism. The first one counts here.
     threads = _positive(text.split(",")[0])
     if threads is None:
         yield Finding("error", "OMP_NUM_THREADS", f"{text!r} is not a positive number.", f"Set OMP_NUM_THREADS={share}")

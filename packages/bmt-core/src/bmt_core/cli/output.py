@@ -1,4 +1,4 @@
-"""How the program prints: tables for people, wide enough not to cut words where there is no terminal."""
+"""Tables and coloured text on the terminal, and wide plain text where there is no terminal."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def make_table(title: str, *columns: str) -> Table:
 
 
 def styled(text: str, style: str = "") -> Text:
-    """Return ``text`` taken literally: square brackets in it are no markup."""
+    """Return ``text`` in ``style``. Square brackets in it are not markup, as they are in a plain string."""
     return Text(text, style=style)

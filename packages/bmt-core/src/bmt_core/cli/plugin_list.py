@@ -1,4 +1,4 @@
-"""``bmt plugins``: what is registered, by whom, and under which names."""
+"""``bmt plugins``: list the plugins and what they offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program itself: core's commands, those that plugins bring, and how errors leave it."""
+"""The click program ``bmt``: core's commands and those of plugins."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import click
 from bmt_core.cli.bench import bench
 from bmt_core.cli.doctor import doctor
 from bmt_core.cli.plugin_list import plugins
-from bmt_core.errors import BmtError
+from bmt_core.errors import BmtError, unknown_name
 from bmt_core.plugins import Registry
-from bmt_core.plugins.discovery import unknown_name
 
 COMMANDS: list[click.Command] = [bench, doctor, plugins]
 
 
 class Program(click.Group):
-    """A group whose further commands come from plugins. Core's own need none, so that a broken plugin can be looked into."""
+    """A click group that asks plugins for more commands. Core's own work even if plugins are broken."""
 
     @cached_property
     def _registry(self) -> Registry:
         return Registry.load_what_works()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands that work."""
+        """Return the names of core's commands and of those plugin commands that work."""
         return sorted({*self.commands, *self._registry.working("command")})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -35,7 +34,7 @@ class Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or say which one may be meant."""
+        """Find the command. If there is none, the error suggests the closest name."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             raise click.UsageError(unknown_name("command", name, self.list_commands(ctx)) + self._hint(), ctx)
@@ -48,7 +47,7 @@ class Program(click.Group):
             formatter.write_text(hint)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; bmt's own errors are messages for people and end with status 1."""
+        """Run the command. Of bmt's own errors only the message is printed, and the exit status is 1."""
         try:
             return super().invoke(ctx)
         except BmtError as error:

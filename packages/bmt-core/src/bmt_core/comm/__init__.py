@@ -1,7 +1,8 @@
 """Communication: what a backend must provide, the default one, differentiable collectives and Python objects."""
 
+from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.lazy_group import LazyGroup
-from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.torch_backend import SingleGroup, TorchBackend, TorchGroup
 
@@ -18,5 +19,5 @@ __all__ = [
     "Work",
     "all_gather_object",
     "broadcast_object",
-    "together",
+    "collective_section",
 ]

@@ -1,9 +1,9 @@
 """Differentiable collectives over a :class:`Group`.
 
-[Note: what is differentiated] Every rank has a loss of its own, and a backward pass is the derivative of *that
-rank's* loss by its own input, as in BMTrain: the gradient that arrives at a collective is not mixed with the other
-ranks', except where the input of one rank is all that the others have (``broadcast``, ``reduce_scatter``). The engine
-sums parameters' gradients over ranks once, at the end.
+[Note: what is differentiated] Every rank has its own loss. As in BMTrain, a backward pass computes the derivative of *this
+rank's* loss by this rank's input: gradients of different ranks are not added up in a collective's backward. The exceptions are
+``broadcast`` and ``reduce_scatter``, whose results depend on inputs that only other ranks have. Gradients of parameters are summed
+over ranks once, after the backward pass.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class AllGather(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """Backward: sum the identity, avg /W, max and min where input equals output, prod the gradient times the other factors."""
+    """Reduction over W ranks. Backward: the gradient for sum; divided by W for avg; where the input is the output for max and
+    min, and 0 elsewhere; times the product of the other ranks' inputs for prod.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, op: ReduceOp, group: Group) -> torch.Tensor:
         ctx.op, ctx.size = op, group.size
         if op == "prod":
-            # The product of the *other* ranks' factors is the derivative, and is right where a factor is zero.
+            # Not output / x, which would be wrong where x is zero.
             factors = gather_stacked(x, group)
             others = torch.cat([factors[: group.rank], factors[group.rank + 1 :]])
             ctx.save_for_backward(others.prod(0, dtype=x.dtype))
@@ -97,7 +99,7 @@ class Broadcast(torch.autograd.Function):
 
 
 def gather_stacked(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return every rank's ``x``, stacked along a new dim 0; no part of the autograd graph. Collective."""
+    """Return every rank's ``x``, stacked along a new dim 0, without a gradient. Collective."""
     output = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
     group.all_gather(output.view(-1), x.detach().contiguous().view(-1)).wait()
     return output

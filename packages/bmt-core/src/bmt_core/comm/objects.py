@@ -1,16 +1,13 @@
-"""Python objects between ranks, and sections that all ranks leave together."""
+"""Python objects exchanged between ranks: pickled, and sent as bytes."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bmt_core.comm.protocols import Group
-from bmt_core.errors import BmtError, RemoteError
 
 
 def all_gather_object(obj: object, group: Group) -> list[Any]:
@@ -46,39 +43,8 @@ def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
     return pickle.loads(_bytes_of(data))
 
 
-@contextmanager
-def together(group: Group, what: str) -> Iterator[None]:
-    """Leave the section on every rank of ``group`` in the same way.
-
-    When a rank raises inside, it re-raises its own error and the others raise one that names it; when the cause is
-    one of bmt's errors they raise the same class, otherwise :class:`RemoteError`. A section must not contain a
-    collective after a point where a single rank can fail. Collective at its end.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    reports = all_gather_object(None if error is None else _describe(error), group)
-    if error is not None:
-        raise error
-    for index, report in enumerate(reports):
-        if report is not None:
-            raise _remote_error(report, f"Rank {group.ranks[index]} failed in {what}: ")
-
-
 def _bytes_of(tensor: torch.Tensor) -> bytearray:
     # Not .numpy(): numpy is no dependency.
     data = bytearray(tensor.numel())
     torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
     return data
-
-
-def _describe(error: Exception) -> tuple[type[BmtError] | None, str, str]:
-    kind = type(error) if isinstance(error, BmtError) else None
-    return kind, type(error).__name__, str(error)
-
-
-def _remote_error(report: tuple[type[BmtError] | None, str, str], where: str) -> BmtError:
-    kind, name, message = report
-    return kind(where + message) if kind is not None else RemoteError(f"{where}{name}: {message}")

@@ -1,4 +1,4 @@
-"""What a communication backend must provide: :class:`CommBackend` makes :class:`Group`\\ s, groups move tensors."""
+"""What a communication backend must implement: :class:`CommBackend`, and the :class:`Group` that it makes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """An operation that was started and may not have finished."""
 
     def wait(self) -> None:
-        """Order what follows after the collective: the current stream on CUDA, the calling thread on CPU."""
+        """Wait for the operation: the current stream does on CUDA, the calling thread on the CPU."""
 
 
 class Finished:
-    """The :class:`Work` of something that is done already."""
+    """The :class:`Work` of an operation that has finished."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
 class AllOf:
-    """The :class:`Work` of several."""
+    """The :class:`Work` of several operations."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
@@ -44,10 +44,10 @@ class AllOf:
 class Group(ABC):
     """An ordered set of ranks that communicate; this process is ``ranks[rank]``.
 
-    Every operation is collective over the group, must be called in the same order by all its ranks, takes contiguous
-    tensors on the run's device (or on the CPU), writes into the given output and returns a :class:`Work`. The caller
-    keeps the tensors alive until it has waited. Sends and receives concern two ranks only; but the first operation on a
-    group waits until every member has come to its first one.
+    Every operation takes contiguous tensors on the run's device or on the CPU, writes its result into one of them and returns
+    a :class:`Work`. The caller keeps the tensors alive until it has waited. All members call the collectives, in the same
+    order. A send and a receive involve two members, but each member's first operation on a group waits until every other
+    member has started its first one.
     """
 
     ranks: tuple[int, ...]
@@ -72,13 +72,12 @@ class Group(ABC):
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Reduce 1-D ``input`` (size * n) over the ranks and leave slice ``rank`` in 1-D ``output`` (n).
 
-        When ``output`` is float32 and ``input`` a half type, the wire carries the half type and the sum is formed in
-        float32, in rank order.
+        If ``output`` is float32 and ``input`` a half type, the half type is sent and summed in float32, in rank order.
         """
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Reduce ``tensor`` over the ranks, in place, same result on every rank."""
+        """Reduce ``tensor`` over the ranks, in place, with the same result on every rank."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
@@ -93,17 +92,17 @@ class Group(ABC):
         """Receive into ``tensor`` from ``ranks[src]``."""
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
-        """Start ``(tensor, peer)`` sends and receives that may need each other to proceed.
+        """Start sends and receives, each given as ``(tensor, peer)``, of which some may wait for others.
 
-        Here one after the other, which is enough where a started operation proceeds by itself. A backend that works them off
-        in order (NCCL) must start them as one.
+        They are started one after the other, which suffices where a started operation runs by itself. A backend that runs
+        operations in order, as NCCL does, must start them as one.
         """
         return AllOf([*[self.recv(*recv) for recv in recvs], *[self.send(*send) for send in sends]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommContext:
-    """What a backend is given at start. ``store`` is None when the run has one rank; ``timeout`` is in seconds."""
+    """What a backend is constructed with. ``store`` is None in a run of one rank; ``timeout`` is in seconds."""
 
     rank: int
     world_size: int
@@ -125,12 +124,12 @@ class CommBackend(ABC):
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
         """Connect the group of ``ranks`` (ascending, at least two, this rank among them) and return it.
 
-        Called by each member when it comes to its first operation on the group, so it may wait for the other members,
-        and for nobody else: ranks outside may never make the call. ``name`` is the same on all members and belongs to
-        this group alone, also where two groups have the same members. Members may have made different numbers of
-        groups before, so they must find each other by ``name``, not by counting. The first call, at start, is for all ranks.
+        Each member calls it before its first operation on the group, so it may wait for the other members. It must not wait
+        for ranks outside the group, which may never make the call. ``name`` is the same on all members and differs between
+        groups, even if they have the same members. Members may have made different numbers of groups before, so they must
+        find each other by ``name``, not by counting. The first call, at the start, is for the group of all ranks.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. No call is made afterwards."""
+        """Free all resources. Nothing is called afterwards."""

@@ -1,14 +1,16 @@
 """The default communication backend: process groups of ``torch.distributed`` (gloo for CPU tensors, NCCL for CUDA).
 
 [Note: the end of a group]
-Gloo runs collectives in threads of its own, which let go of a tensor a moment after the caller has waited for it. A thread that
-does so while the interpreter ends aborts the process, so the threads must end before. They end with torch's group, when nobody
-keeps it: :meth:`TorchBackend.close` takes it from the groups, which models keep. But torch's group waits for what is under way,
-perhaps for ranks that never come. Such a group is kept for ever, with its tensors, and a rank that failed can leave.
+Gloo runs collectives in its own threads, which release a tensor a moment after the caller has waited for the collective. If that
+happens while the interpreter exits, the process aborts, so the threads must end earlier. They end when torch's process group is
+freed. Models keep a reference to their :class:`TorchGroup`, so :meth:`TorchBackend.close` removes the process group from it. But
+freeing a process group waits for its unfinished collectives, perhaps for ranks that never come. A process group that has some is
+therefore leaked on purpose, with their tensors, so that a rank that failed can exit.
 
-[Note: groups of their members]
-Only the members of a group make it, when they first use it. So groups have names, not numbers (:func:`make_process_group`), and
-the group of all ranks is not bound to a device: NCCL would then split every later group off it, which needs all ranks.
+[Note: groups are made by their members]
+A group is made when it is first used, by its members alone. So groups are found by name and not by counting
+(:func:`make_process_group`), and the group of all ranks is not bound to a device: NCCL would then split every later group off
+it, which takes all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from bmt_core.torch_internals import make_process_group
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_GIVEN_BACK = "This group was given back by shutdown(). Call init_distributed() to start another run."
+_CLOSED = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -51,24 +53,23 @@ class TorchGroup(Group):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Torch's group, until the run ends."""
+        """Torch's process group; :class:`NotInitializedError` after the run."""
         if self._process_group is None:
-            raise NotInitializedError(_GIVEN_BACK)
+            raise NotInitializedError(_CLOSED)
         return self._process_group
 
     def close(self) -> None:
-        """Let go of torch's group: see [Note: the end of a group]."""
-        left = [work.tensors for work in self._under_way if not work.is_over()]
-        if left:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((left, self._process_group)))  # nobody ever undoes this
+        """Drop torch's process group: see [Note: the end of a group]."""
+        unfinished = [work.tensors for work in self._under_way if not work.is_over()]
+        if unfinished:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((unfinished, self._process_group)))  # leaked: never decremented
         self._process_group = None
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        """See :meth:`Group.all_gather`; moves bytes, so every dtype travels."""
+        """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
         return self._started(_all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Group.reduce_scatter`."""
         if output.dtype == input.dtype:
             return self._started(_reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
         if op not in ("sum", "avg"):
@@ -78,23 +79,19 @@ class TorchGroup(Group):
         return SumOfParts(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Group.all_reduce`."""
         return self._started(dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        """See :meth:`Group.broadcast`."""
         return self._started(dist.broadcast, _bytes(tensor), src=self.ranks[root])
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        """See :meth:`Group.send`."""
         return dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)  # type: ignore[return-value]
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        """See :meth:`Group.recv`."""
         return dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)  # type: ignore[return-value]
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
-        """See :meth:`Group.exchange`; one batch, which NCCL starts as one group."""
+        """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
         operations = [
             dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group) for start, tensor, peer in batch
@@ -103,10 +100,10 @@ class TorchGroup(Group):
         return AllOf(works)
 
     def _started(self, operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Work:
-        """Start a collective: on the CPU beside the caller, on CUDA in the order of the current stream.
+        """Start a collective: in gloo's threads on the CPU, on the current stream on CUDA.
 
-        Told to be asynchronous, torch would put NCCL's kernels on a stream of its own, with two events and the host's time for
-        them at each call. What is to run beside the computation is issued in a lane, which is a stream already.
+        With ``async_op`` torch would run NCCL's kernels on another stream, at the cost of two events per call. That is not
+        needed: a collective that is to overlap with computation is issued on the stream of a lane already.
         """
         work = operation(*tensors, group=self.process_group, async_op=not tensors[0].is_cuda, **options)
         if work is None:
@@ -117,26 +114,26 @@ class TorchGroup(Group):
 
 
 class SingleGroup(Group):
-    """The group of one rank: every collective is the identity and nothing leaves the process."""
+    """The group of one rank: every collective is the identity."""
 
     def __init__(self, rank: int) -> None:
         self.ranks = (rank,)
         self.rank = 0
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        """Copy ``input`` to ``output`` unless they are one memory already."""
+        """Copy ``input`` to ``output``, unless they are the same memory."""
         return _copied(output, input)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Copy ``input`` to ``output``: one summand."""
+        """Do the same as :meth:`all_gather`."""
         return _copied(output, input)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Leave ``tensor`` as it is: one summand."""
+        """Leave ``tensor`` as it is."""
         return Finished()
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        """Leave ``tensor`` as it is: the root is this rank."""
+        """Leave ``tensor`` as it is."""
         return Finished()
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
@@ -149,7 +146,7 @@ class SingleGroup(Group):
 
 
 class TorchBackend(CommBackend):
-    """Groups over ``torch.distributed``; a run of one rank makes no process group and opens no port."""
+    """Makes groups of ``torch.distributed``. A run of one rank initialises nothing and opens no port."""
 
     name = "torch"
 
@@ -161,7 +158,7 @@ class TorchBackend(CommBackend):
         self._is_closed = False
         if context.world_size == 1:
             return
-        # Its functions have the group of all ranks as a default: if they are defined later, they keep it.
+        # Imported first, because its functions keep the group of all ranks as a default argument if there is one.
         importlib.import_module("torch.distributed.nn")
         if dist.is_initialized():
             raise ConfigError(
@@ -177,19 +174,19 @@ class TorchBackend(CommBackend):
             raise
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
-        """See :meth:`CommBackend.new_group`; the first group, of all ranks, is the one that torch made at start.
+        """See :meth:`CommBackend.new_group`; the first group is the one of all ranks, which torch made at the start.
 
         Raises :class:`RemoteError` when the other members do not come within the run's timeout.
         """
         if self._is_closed:
-            raise NotInitializedError(_GIVEN_BACK)
+            raise NotInitializedError(_CLOSED)
         process_group: Any = self._new_process_group(ranks, name) if self._groups else dist.group.WORLD
         group = TorchGroup(ranks, ranks.index(self.context.rank), process_group)
         self._groups.append(group)
         return group
 
     def close(self) -> None:
-        """Destroy the process groups. No barrier: a rank that failed must be able to leave."""
+        """Destroy the process groups, without a barrier: a rank that failed must be able to exit."""
         self._is_closed = True
         if self.context.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
@@ -213,13 +210,13 @@ class TorchBackend(CommBackend):
         return process_group
 
     def _connect_devices(self, process_group: Any) -> None:
-        """Let NCCL connect now, with all members, and not in the first operation, which may concern two of them only."""
+        """Make NCCL connect all members now. It would do so in the first operation, which may be a send between two of them."""
         if self.context.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 
 class SumOfParts:
-    """The :class:`Work` that waits for the parts of all ranks, then adds them in the output's dtype, once."""
+    """The :class:`Work` of a reduce-scatter that receives all ranks' parts and adds them in :meth:`wait`, in the output's dtype."""
 
     def __init__(self, work: Work, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
         self._work = work
@@ -228,8 +225,7 @@ class SumOfParts:
         self._divisor = divisor
 
     def wait(self) -> None:
-        """See :meth:`Work.wait`."""
-        parts, self._parts = self._parts, None
+        parts, self._parts = self._parts, None  # a second wait() does nothing
         if parts is None:
             return
         self._work.wait()
@@ -239,36 +235,31 @@ class SumOfParts:
 
 
 class _UnderWay:
-    """The :class:`Work` of a collective on ``tensors`` that another thread runs."""
+    """The :class:`Work` of a collective on ``tensors`` that gloo runs in another thread."""
 
     def __init__(self, work: dist.Work, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._work: dist.Work | None = work  # until it was waited for: it keeps the tensors, too
+        self._work: dist.Work | None = work  # None after wait(): it would keep the tensors
         self.tensors = tensors
 
     def wait(self) -> None:
-        """See :meth:`Work.wait`."""
         if self._work is not None:
             self._work.wait()
             self._work, self.tensors = None, ()
 
     def is_over(self) -> bool:
-        """Whether the thread is done with the tensors, or about to be."""
-        return self._work is None or self._work.is_completed()  # gloo's reduce-scatter never says so
+        """Whether the thread has used the tensors for the last time."""
+        return self._work is None or self._work.is_completed()  # never True for gloo's reduce-scatter before wait()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # A complex or float8 tensor is unknown to the engines, bytes are not; a 0-dim tensor has no byte view.
     if not tensor.is_contiguous():
-        _refuse_strided(tensor)
-    # Not reshape: a tensor of one element is contiguous with any stride, which reshape keeps and the view of bytes refuses.
+        raise ValueError(
+            f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)} and strides"
+            f" {tensor.stride()}. Call .contiguous() first."
+        )
+    # gloo and NCCL do not know every dtype (complex, float8), but they know bytes. A tensor of one element has no view of
+    # bytes when it has no dim, or when its stride, which can be any, is not 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _refuse_strided(tensor: torch.Tensor) -> None:
-    raise ValueError(
-        f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)} and strides {tensor.stride()}."
-        " Call .contiguous() first."
-    )
 
 
 def _copied(output: torch.Tensor, input: torch.Tensor) -> Work:

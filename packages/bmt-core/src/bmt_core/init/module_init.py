@@ -1,7 +1,7 @@
-"""Initialises a model made on the meta device: each module by its own methods, one Block after the other.
+"""``initialize_modules``: initialise a model made on the meta device, each module by its own methods, Block by Block.
 
-How the code of a module reads and writes whole parameters: [Note: whole while initialised] in
-:mod:`bmt_core.init.whole_parameters`.
+[Note: whole while initialised] in :mod:`bmt_core.init.whole_parameters` says how these methods can read and write whole
+parameters.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ ModuleInit = Callable[[nn.Module], Any]
 
 
 def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None:
-    """Give values to all of ``model`` that has none, and raise :class:`ConfigError` naming what nothing gives any.
+    """Initialise all parameters and buffers of ``model`` without values; raise :class:`ConfigError` if some still have none.
 
-    Modules with something in them that has no values are initialised, children first, as ``model.apply()`` does: by
-    ``init(module)``; without ``init``, by the ``_init_weights(module)`` of the nearest module around that has one
-    (Hugging Face's convention); without that, by the module's ``reset_parameters()`` or ``init_weights()``. Where the
-    first leaves tensors of the module itself without values, the others follow. A parameter keeps what the first module
-    that owns it drew, and so do tied ones when others own them too; a module around may write it again. What has values
-    keeps them. What a constructor does beyond these methods is not repeated.
+    Modules that contain such tensors are initialised in the order of ``model.apply()``, children first: by ``init(module)``; or
+    else by the ``_init_weights(module)`` of the nearest enclosing module that has one (Hugging Face's convention); or else by
+    the module's ``reset_parameters()`` or ``init_weights()``. If one of these leaves a tensor of the module itself without
+    values, the next one is called too. A tied parameter keeps the values that the first of its modules gave it, but an
+    enclosing module may overwrite any parameter inside it. Tensors that had values before keep them. Anything else that
+    a constructor did is not repeated.
 
-    Numbers are drawn by every rank alike, so that the values are those of one process, for any number of ranks.
-    Collective where a module around reads what a module inside initialised.
+    All ranks draw the same numbers, so the values are those of one process, for any number of ranks. Collective if an
+    enclosing module reads a parameter that a module inside it initialised.
     """
     plain = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DistributedParameter)]
     if plain:
@@ -69,14 +69,14 @@ def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None
 
 
 def initialize_unsaved_buffers(model: nn.Module) -> None:
-    """Compute the buffers that no checkpoint holds (``persistent=False``), and leave all else of ``model`` as it is."""
+    """Compute the buffers of ``model`` that no checkpoint holds (``persistent=False``). Everything else is left unchanged."""
     unsaved = ((m, m._buffers.get(name)) for m in model.modules() for name in m._non_persistent_buffers_set)
     incomplete = {module for module, buffer in unsaved if buffer is not None and not has_values(buffer)}
     _initialize(incomplete, model, [], None)
 
 
 def run_init_method(parameter: DistributedParameter) -> None:
-    """Give ``parameter`` the values that its ``init_method`` gives the whole tensor, if it has one."""
+    """Call the ``init_method`` of ``parameter``, if it has one, with a whole tensor, and keep this rank's part."""
     if parameter._init_method is None:
         return
     whole = torch.empty(parameter.whole_shape, dtype=parameter.dtype, device=parameter.device)
@@ -86,7 +86,7 @@ def run_init_method(parameter: DistributedParameter) -> None:
 
 @contextmanager
 def initializing() -> Iterator[None]:
-    """Run code that initialises whole tensors: without gradients, and not on the meta device."""
+    """Inside, nothing records gradients, modules return parameters ungathered, and tensors are not made on the meta device."""
     with torch.no_grad(), reading_parts(), off_meta_device():
         yield
 
@@ -94,7 +94,7 @@ def initializing() -> Iterator[None]:
 def _initialize(
     modules: set[nn.Module], model: nn.Module, targets: list[DistributedParameter], init: ModuleInit | None
 ) -> None:
-    """Let ``modules`` of ``model`` initialise themselves, and ``targets`` keep what is written to them."""
+    """Initialise ``modules`` of ``model``. Of the parameters they write to, only ``targets`` keep the new values."""
     device = current().device
     materialize_buffers([m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))], device)
     if not modules:
@@ -117,10 +117,10 @@ def _initialize(
 def _children_first(
     module: nn.Module, owner: nn.Module | None, in_block: bool, seen: set[nn.Module]
 ) -> Iterator[tuple[nn.Module, nn.Module | None, bool]]:
-    """Yield each module with the nearest one around that has ``_init_weights``, and whether it is inside a Block."""
+    """Yield each module, it or the nearest module around it that has ``_init_weights``, and whether a Block contains it."""
     if module not in seen:
         seen.add(module)
-        owner = module if _takes(module, "_init_weights", 1) else owner
+        owner = module if _accepts(module, "_init_weights", 1) else owner
         for child in module.children():
             yield from _children_first(child, owner, in_block or is_block(module), seen)
         yield module, owner, in_block
@@ -130,13 +130,13 @@ def _initializers(module: nn.Module, owner: nn.Module | None, init: ModuleInit |
     calls: list[ModuleInit] = [] if init is None else [init]
     if owner is not None:
         calls.append(owner._init_weights)  # type: ignore[arg-type]
-    # Hugging Face's init_weights() initialises all modules inside, each by _init_weights(), which is called already.
+    # Hugging Face's init_weights() calls _init_weights() for all modules inside, as is done here already.
     names = ["reset_parameters", "_reset_parameters", *(["init_weights"] if owner is None else [])]
-    resets = (name for name in names if _takes(module, name, 0))
+    resets = (name for name in names if _accepts(module, name, 0))
     return [*calls, *(operator.methodcaller(name) for name in resets)]
 
 
-def _takes(module: nn.Module, name: str, count: int) -> bool:
+def _accepts(module: nn.Module, name: str, count: int) -> bool:
     """Whether ``module`` has a method ``name`` that can be called with ``count`` arguments."""
     try:
         inspect.signature(getattr(type(module), name)).bind(*[None] * (count + 1))

@@ -1,15 +1,15 @@
-"""``WholeParameters``: distributed parameters that are whole while the code of modules initialises them.
+"""``WholeParameters``: while modules initialise themselves, they see whole parameters and not this rank's parts.
 
-[Note: whole while initialised] ``reset_parameters()``, ``_init_weights()`` and functions of the user's write to whole
-parameters, and not only to those of one module: a model may draw all of its layers anew. So while a model is initialised,
-its modules hold their parameters in dictionaries that make a parameter whole when it is read. It stays the same object,
-and its data becomes a whole tensor: of NaN, which shows later what was written, or of its values, gathered, if it has
-some. At the end of the Block, or when others need the memory, this rank copies its part of what was written.
+[Note: whole while initialised] ``reset_parameters()``, ``_init_weights()`` and users' functions write to whole parameters, and
+not only to those of one module: a model may initialise all of its layers again. So while a model is initialised, its modules
+hold their parameters in dictionaries that make a parameter whole when it is read. It stays the same object, and its data
+becomes a whole tensor. If the parameter has values, they are gathered; if not, the tensor is filled with NaN, and where NaN is
+left nothing was written. At the end of the Block, or when others need the memory, this rank copies its part back.
 
-A parameter that is not whole has a placeholder as its data: one element, expanded to the whole shape. Code that has kept
-a reference and writes to it now gets an error: torch raises, or the parameter's version has moved.
+The data of a parameter that is not whole is a placeholder: one element, expanded to the whole shape. Code that kept a
+reference to the parameter and writes to it then gets an error, from torch or because the parameter's version has changed.
 
-Every rank draws all numbers. Nothing is communicated, except for values that are read again after their Block.
+Every rank draws all numbers. Nothing is communicated, except values that are read again after their Block.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class _State:
     name: str
     part: torch.Tensor
     is_target: bool
-    has_values: bool  # the part, or what is whole at the moment
-    version: int = 0  # of the parameter, when it was given its present data
+    has_values: bool  # the part, or the whole tensor while there is one
+    version: int = 0  # of the parameter, when its data was last replaced
 
 
 class WholeParameters:
     """Inside ``with``, distributed parameters of ``model`` become whole when code run by :meth:`call` reads them.
 
-    ``targets``, which have no values, keep what is written to them. All others can be read, and stay as they are. Whole
-    at a time is at most what a forward pass makes whole: one Block, or all parameters outside of Blocks.
+    Only ``targets``, which have no values before, keep what is written to them. The memory for whole parameters is at most
+    that of a forward pass: one Block, or all parameters outside of Blocks.
     """
 
     def __init__(self, model: nn.Module, targets: Iterable[DistributedParameter]) -> None:
@@ -55,12 +55,12 @@ class WholeParameters:
             m: [p for p in m._parameters.values() if p in self._states] for m in model.modules()
         }
         self._budget = _largest_unit(model)
-        self._whole: dict[Any, _State] = {}  # the oldest first
-        self._settled: set[Any] = set()  # what the call under way cannot change
+        self._whole: dict[Any, _State] = {}  # in the order in which they became whole
+        self._settled: set[Any] = set()  # parameters that the current call must not change
 
     def __enter__(self) -> WholeParameters:
         for module in self._own:
-            module.__dict__["_parameters"] = _ReadWhole(module, self._read)
+            module.__dict__["_parameters"] = _WholeWhenRead(module, self._read)
         for parameter, state in self._states.items():
             _lend_placeholder(parameter, state)
         return self
@@ -71,15 +71,15 @@ class WholeParameters:
         lost = [state.name for p, state in self._states.items() if p not in self._whole and p._version != state.version]
         for parameter, state in self._states.items():
             lend_data(parameter, state.part)
-            if not state.has_values or (state.is_target and parameter in self._whole):  # whole: after an error
-                mark_uninitialized(parameter)  # again, as its version has moved
+            if not state.has_values or (state.is_target and parameter in self._whole):  # still whole after an error
+                mark_uninitialized(parameter)  # again: lend_data changed its version
         if lost and error is None:
             raise _not_whole(", ".join(lost))
 
     def call(self, init: Callable[[nn.Module], Any], module: nn.Module) -> set[Any]:
-        """Call ``init(module)``, and return the targets among the parameters of ``module`` itself that it did not write.
+        """Call ``init(module)``. Return the targets among the parameters of ``module`` itself to which it did not write.
 
-        Those that have values by now, from whomever, keep them.
+        Parameters of ``module`` itself that have values before the call keep them.
         """
         own = self._own[module]
         settled = {parameter for parameter in own if self._has_values(parameter)}
@@ -97,7 +97,7 @@ class WholeParameters:
         return {parameter for parameter in own if self._states[parameter].is_target} - written
 
     def shard(self, parameters: Iterable[Any] | None = None) -> None:
-        """Keep this rank's part of what was written to ``parameters`` (default: all), and free the memory of the whole."""
+        """Copy back this rank's part of ``parameters`` (default: all that are whole), and free the whole tensors."""
         for parameter in [p for p in (self._whole if parameters is None else parameters) if p in self._whole]:
             state = self._whole[parameter]
             if state.is_target and self._has_values(parameter) and parameter not in self._settled:
@@ -149,8 +149,8 @@ class WholeParameters:
         return not has_nan(parameter)
 
 
-class _ReadWhole(UserDict[str, Any]):
-    """The parameters of ``module``. Each is passed to ``read`` when it is handed out: in a loop, one after the other."""
+class _WholeWhenRead(UserDict[str, Any]):
+    """The parameters of ``module``, in place of its ``_parameters``: each is passed to ``read`` before it is returned."""
 
     def __init__(self, module: nn.Module, read: Callable[[Any], None]) -> None:
         self.data = module._parameters
@@ -170,7 +170,7 @@ class _ReadWhole(UserDict[str, Any]):
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether the parameters of ``module``, at any depth, are sharded and gathered as one unit."""
+    """Whether ``module`` is a Block: all its parameters, at any depth, are sharded and gathered as one unit."""
     return bool(getattr(type(module), "_bmt_shards_as_one", False))
 
 
@@ -186,8 +186,8 @@ def _bytes(parameter: DistributedParameter) -> int:
 
 
 def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Tensor) -> None:
-    # Every byte is zero on all ranks but one. gather_like() would need memory for many parts beside the whole; and a
-    # communicator may hold what it is given for a moment after its work, so it gets small pieces, in one buffer.
+    # As a sum of bytes, each of which is zero on all ranks but one: gather_like() would need memory for all parts beside the
+    # whole tensor. In small pieces, through one buffer, because a communicator may keep its input for a moment.
     parameter.local_part(whole.zero_()).copy_(part)
     if not parameter.is_sharded:
         return

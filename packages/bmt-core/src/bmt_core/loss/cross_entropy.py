@@ -211,8 +211,9 @@ class _CrossEntropy(torch.autograd.Function):
             weight=rows.own_weight(logits.shape[1]),
         )
         if ctx.share is not None:
-            # A slice of nothing but -inf (padding of the vocabulary) has no softmax of its own.
-            gradient.masked_fill_((row_max == -math.inf).unsqueeze(1), 0)
+            # A slice of nothing but -inf (padding of the vocabulary) has no softmax of its own; in the whole row's it has none.
+            is_padding = (row_max == -math.inf) & (ctx.share == 0)
+            gradient.masked_fill_(is_padding.unsqueeze(1), 0)
         return gradient, None
 
 
@@ -226,24 +227,26 @@ def _over_vocabulary(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return this slice's share of the softmax, and what log p is over the whole vocabulary. Collective over the tp group.
 
-    Only differences of maxima and logarithms of sums are formed, so that large logits cost no precision.
+    Two all-reduces: the largest logit M of each row; then the sums of exp(x - M), of x_target - M and, with label smoothing,
+    of weight_c * (x_c - M), to each of which every rank adds what its slice holds. Large logits cost no precision.
     """
     largest = row_max.clone()
     rows.vocabulary.all_reduce(largest, "max")
-    # 0 and not NaN where all logits of the row are -inf.
-    own = (row_max - largest).masked_fill_(row_max == -math.inf, -math.inf).add_(log_sum)
-    mass = own.exp()
-    rows.vocabulary.all_reduce(mass, "sum")
-    shift = own - mass.log()
+    is_empty = row_max == -math.inf  # this slice of the row is padding; the whole row may be
+    own_log_mass = (row_max - largest).masked_fill_(is_empty, -math.inf).add_(log_sum)
     column = rows.target - rows.vocabulary.first
     is_here = (column >= 0) & (column < classes)
-    sums = [torch.where(is_here, target_log_prob + shift, 0)]
+    own = [own_log_mass.exp(), (target_log_prob + own_log_mass).masked_fill_(is_empty, -math.inf).where(is_here, 0)]
     if log_prob_sum is not None:
         weight = rows.own_weight(classes)
-        sums.append(log_prob_sum + shift * (classes if weight is None else weight.to(shift).sum()))
-    stacked = torch.stack(sums)
-    rows.vocabulary.all_reduce(stacked, "sum")
-    return shift.exp(), stacked[0], None if log_prob_sum is None else stacked[1]
+        weight_sum = classes if weight is None else weight.to(own_log_mass).sum()
+        own.append((log_prob_sum + own_log_mass * weight_sum).masked_fill_(is_empty, -math.inf))
+    sums = torch.stack(own)
+    rows.vocabulary.all_reduce(sums, "sum")
+    log_mass = sums[0].log()
+    if log_prob_sum is not None:
+        log_prob_sum = sums[2] - log_mass * rows.weight_sum(log_mass.dtype)
+    return own[0] / sums[0], sums[1] - log_mass, log_prob_sum
 
 
 class _Alarms:

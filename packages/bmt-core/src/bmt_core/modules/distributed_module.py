@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.outermost_call import forward_scope, gather_once, reading_parts
+from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import require_values
 
@@ -34,7 +34,7 @@ class DistributedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         require_values(self)
-        with forward_scope(self):
+        with module_call(self):
             return super().__call__(*args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""What lasts as long as the outermost bmt module's call: gathered parameters, and the rank's random stream."""
+"""``module_call``: gathered parameters and the rank's random numbers, for the time of the outermost call of a bmt module."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _call = _OutermostCall()
 
 
 @contextmanager
-def forward_scope(module: nn.Module | None = None, *, own_random: bool = True) -> Iterator[None]:
-    """Enter the call of ``module``. Leaving the outermost one forgets what was gathered; nested ones share it.
+def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> Iterator[None]:
+    """Surround a call of ``module``. Calls inside it share what is gathered, and the outermost one frees it at its end.
 
-    ``own_random`` False: the generators stay as they are, for a caller that has set them.
+    The code draws the rank's own random numbers, unless ``own_random`` is False.
     """
     if _call.depth > 0 or not is_initialized():
         yield

@@ -1,4 +1,4 @@
-"""The operations that have compiled kernels, their plain-torch references, and the choice between the two."""
+"""The operations that may have compiled kernels, their references in plain torch, and the choice of kernels."""
 
 from bmt_core.ops.host_flag import HostFlag
 from bmt_core.ops.provider import KernelProvider

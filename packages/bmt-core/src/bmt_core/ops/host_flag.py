@@ -1,4 +1,4 @@
-"""``HostFlag``: a flag computed on the device that the host reads later, without draining the device's queue."""
+"""``HostFlag``: a flag computed on the device that the host reads later, without waiting for all of the device's work."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 class HostFlag:
-    """A copy on the host of a one-element tensor, as it is at this point of the device's current stream.
+    """A host copy of a one-element tensor, made asynchronously on the device's current stream.
 
-    The copy is asynchronous, and :meth:`read` waits for the device to pass this point only, not for what was launched since. A
-    training step that asks for the flag one step later therefore never idles the device.
+    :meth:`read` waits for this copy only, and not for what was launched after it. So a training step that reads the flag of
+    the previous step does not make the device wait for the host.
     """
 
     def __init__(self, flag: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ class HostFlag:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> bool:
-        """Return whether the flag is set, after the device has got that far."""
+        """Wait for the copy, and return whether the flag is set."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

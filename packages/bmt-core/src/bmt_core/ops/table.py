@@ -1,33 +1,24 @@
-"""The operation table: for each operation the active provider's kernel, or the plain-torch reference."""
+"""``Kernels``: for each operation the kernel of the chosen provider, or the plain-torch reference."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 import torch
 
-from bmt_core.errors import ConfigError, PluginError
+from bmt_core.errors import ConfigError, PluginError, unknown_name
 from bmt_core.ops import reference
 from bmt_core.ops.provider import KernelProvider
 
-OPERATIONS = (
-    "adam_step",
-    "cross_entropy_backward",
-    "cross_entropy_forward",
-    "has_non_finite",
-    "powers_sum",
-    "scale_",
-    "zero_if_",
-)
+OPERATIONS = tuple(reference.__all__)
 REFERENCE_NAME = "reference"
 VARIABLE = "BMT_KERNELS"
 
 
 class Kernels:
-    """The operations as attributes, each resolved once: ``kernels.adam_step(...)`` is the provider's or the reference's.
+    """The operations as methods: ``kernels.adam_step(...)`` calls the provider's kernel, or the reference if it has none.
 
     >>> Kernels(None).provider_name
     'reference'
@@ -74,16 +65,17 @@ REFERENCE = Kernels(None)
 def choose_kernels(
     providers: Mapping[str, type[KernelProvider]], device: torch.device, name: str | None = None
 ) -> Kernels:
-    """Return the kernels for ``device``: those called ``name``, by default ``BMT_KERNELS``, by default the one that is usable.
+    """Return the kernels for ``device``: those called ``name``, by default ``BMT_KERNELS``, by default those that work here.
 
-    ``"reference"`` forces plain torch. A name that nobody has, is for another device, or cannot run here raises
-    :class:`ConfigError` with the reason; without a name, such providers are passed over and nothing raises unless two are
-    usable (:class:`PluginError`).
+    ``"reference"`` forces plain torch. Raises :class:`ConfigError` with the reason when the provider of that name does not
+    exist, is for another device, or cannot run here. Without a name, providers that cannot run here are passed over, and
+    :class:`PluginError` is raised when two can.
     """
     name = os.environ.get(VARIABLE) if name is None else name
     if name:
         return Kernels(_named(providers, device, name))
-    usable = [provider for provider in _for_device(providers, device) if provider.available() is None]
+    fitting = [kind() for _, kind in sorted(providers.items()) if kind.device_type == device.type]
+    usable = [provider for provider in fitting if provider.available() is None]
     if len(usable) > 1:
         names = " and ".join(sorted(provider.name for provider in usable))
         raise PluginError(
@@ -96,10 +88,7 @@ def _named(providers: Mapping[str, type[KernelProvider]], device: torch.device, 
     if name == REFERENCE_NAME:
         return None
     if name not in providers:
-        known = sorted([*providers, REFERENCE_NAME])
-        close = get_close_matches(name, known, n=1)
-        guess = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"No kernel provider is named {name!r} ({VARIABLE}).{guess} Known: {', '.join(known)}.")
+        raise ConfigError(f"{VARIABLE}={name}: {unknown_name('kernel provider', name, [*providers, REFERENCE_NAME])}")
     if providers[name].device_type != device.type:
         raise ConfigError(
             f"{VARIABLE}={name} has kernels for {providers[name].device_type}, and this run is on {device.type}."
@@ -112,12 +101,8 @@ def _named(providers: Mapping[str, type[KernelProvider]], device: torch.device, 
     return provider
 
 
-def _for_device(providers: Mapping[str, type[KernelProvider]], device: torch.device) -> list[KernelProvider]:
-    return [kind() for _, kind in sorted(providers.items()) if kind.device_type == device.type]
-
-
 def _check_parameters(provider: KernelProvider | None, operation: str) -> None:
-    # A kernel with other parameters would fail in the middle of a step, on the first call that uses the one it lacks.
+    # Checked at the start, because a kernel without some parameter would fail in the first step that passes it.
     expected = list(inspect.signature(getattr(reference, operation)).parameters)
     found = list(inspect.signature(getattr(provider, operation)).parameters)
     if found != expected:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
+from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
 from bmt_core.run.topology import DATA_AXIS
@@ -43,8 +44,37 @@ def group_of_owners(parameters: Iterable[torch.Tensor]) -> Group:
     return run.topology.group(axes)
 
 
+def first_holders(
+    ranks: Sequence[int], names: Sequence[Sequence[str]], own_axes: Sequence[Mapping[str, Collection[str]]]
+) -> dict[str, int]:
+    """Return, in the order of the whole model, which is the first of ``ranks`` to have each of ``names``, counted from 0.
+
+    Per rank: the names that it has, and of the parameters among them the axes along which they are its own.
+    CheckpointError if a name stands for several parameters, or a rank lacks a parameter that it shares.
+    """
+    holders = {}
+    for name in in_one_order(names):
+        having = [rank for rank, found in zip(ranks, names, strict=True) if name in found]
+        holders[name] = ranks.index(having[0])
+        axes = own_axes[holders[name]].get(name)
+        expected = having if axes is None else ranks_beside(ranks, having[0], axes)
+        if not set(having) <= set(expected):
+            raise CheckpointError(
+                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give them names of their own:"
+                " the layers of a pipeline stage, say, are numbered from the first layer of the model."
+            )
+        if having != expected:
+            raise CheckpointError(
+                f"{name} is sharded over ranks {expected}, and only ranks {having} have it. Make it on all of them, or declare"
+                " it local along the axis along which they differ: locality=[Locality(axis)]."
+            )
+    return holders
+
+
 def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list[int]:
     """Return those of ``ranks`` that hold what ``rank`` holds of a parameter that is the rank's own along ``axes``."""
+    if not axes:
+        return list(ranks)
     topology = current().topology
     return [
         other

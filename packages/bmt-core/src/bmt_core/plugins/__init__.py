@@ -1,4 +1,4 @@
-"""Finding, checking and asking the installed plugins."""
+"""The plugins: found by entry points, checked, compared between ranks, and asked through the registry."""
 
 from bmt_core.plugins.comparison import compare_across_ranks
 from bmt_core.plugins.info import PluginInfo

@@ -1,4 +1,4 @@
-"""The comparison of plugins between ranks, through the rendezvous store, before anything else is exchanged."""
+"""``compare_across_ranks``: check at the start, through the rendezvous store, that all ranks have the same plugins."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from bmt_core.plugins.registry import Registry
 
 _VERDICT = "plugins/verdict"
-# Rank 0's clock started before its report was seen, so whoever waits this much longer always gets its verdict.
+# Rank 0 starts to wait before others see its report, so a rank that waits this much longer than rank 0 gets its verdict.
 _MARGIN = 1.0
 
 
 def compare_across_ranks(registry: Registry, *, store: Store, rank: int, world_size: int, timeout: float) -> None:
     """Raise the same PluginError on every rank unless all ranks have the plugins of rank 0: names, versions and hooks.
 
-    Collective. ``store`` must be new for this start (a ``PrefixStore`` will do). Rank 0 reads all reports and publishes its
-    verdict, so the traffic grows with the number of ranks and not with its square. A rank that has not reported
-    after ``timeout`` seconds is named in the error.
+    Collective. ``store`` must be unused, for example a new ``PrefixStore``. Rank 0 alone reads all reports and publishes the
+    result, so that the traffic grows with the number of ranks and not with its square. The error names ranks that have not
+    reported after ``timeout`` seconds.
     """
     report = RankPlugins(plugins=tuple(registry.describe()), disabled=registry.disabled)
     store.set(_report_key(rank), report.to_json())
@@ -47,25 +47,25 @@ def compare_across_ranks(registry: Registry, *, store: Store, rank: int, world_s
 
 @dataclass(frozen=True)
 class RankPlugins:
-    """What one rank reports."""
+    """What one rank reports to rank 0."""
 
     plugins: tuple[PluginInfo, ...]
     disabled: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return a text for :meth:`from_json`."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankPlugins:
-        """Return what :meth:`to_json` was called on."""
+        """Return the report that :meth:`to_json` wrote."""
         data = json.loads(text)
         plugins = tuple(PluginInfo(**{**plugin, "hooks": tuple(plugin["hooks"])}) for plugin in data["plugins"])
         return cls(plugins=plugins, disabled=tuple(data["disabled"]))
 
 
 def describe_differences(reports: Sequence[RankPlugins]) -> str:
-    """Return in words how ranks (the index in ``reports``) differ from rank 0; an empty text when none does.
+    """Return a text that says how ranks (the indices of ``reports``) differ from rank 0, or an empty text.
 
     >>> lion = PluginInfo("lion", "bmt-lion", "1.0", ("bmt_optimizers",))
     >>> describe_differences([RankPlugins((lion,)), RankPlugins((lion,))])
@@ -105,7 +105,7 @@ def _differences(expected: RankPlugins, found: RankPlugins) -> Iterable[str]:
     ours, theirs = _by_name(expected.plugins), _by_name(found.plugins)
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:
-            yield f"{name} is missing" + _turned_off(name, found.disabled)
+            yield f"{name} is missing" + (f" (turned off by {DISABLE_VARIABLE})" if name in found.disabled else "")
         elif name not in ours:
             yield f"{name} is extra" + (" (rank 0 turned it off)" if name in expected.disabled else "")
         elif theirs[name] != ours[name]:
@@ -116,12 +116,8 @@ def _by_name(plugins: Iterable[PluginInfo]) -> Mapping[str, PluginInfo]:
     return {plugin.name: plugin for plugin in plugins}
 
 
-def _turned_off(name: str, disabled: Sequence[str]) -> str:
-    return f" (turned off by {DISABLE_VARIABLE})" if name in disabled else ""
-
-
 def _variant(plugin: PluginInfo, other: PluginInfo) -> str:
-    """Return what tells ``plugin`` from ``other``, most telling first."""
+    """Return the most important property in which ``plugin`` differs from ``other``: package, version or hooks."""
     if plugin.distribution != other.distribution:
         return f"{plugin.distribution or 'an object without a package'} {plugin.version}".rstrip()
     if plugin.version != other.version:
@@ -148,7 +144,7 @@ def _report_key(rank: int) -> str:
 def _arrives(store: Store, key: str, deadline: float) -> bool:
     if store.check([key]):
         return True
-    # At least a little: when the deadline has passed, later ranks must still be looked up, and 0 would mean no limit.
+    # Not 0, which would mean no limit. A rank whose report is there counts even after the deadline.
     seconds = max(0.001, deadline - time.monotonic())
     try:
         store.wait([key], timedelta(seconds=seconds))

@@ -1,13 +1,12 @@
-"""Which plugins are installed: entry points of the group ``bmt``, sorted by name, less those that the user turned off."""
+"""Find the installed plugins: entry points of the group ``bmt``, sorted by name, without those that the user turned off."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
-from bmt_core.errors import PluginError
+from bmt_core.errors import PluginError, unknown_name
 
 GROUP = "bmt"
 DISABLE_VARIABLE = "BMT_DISABLE_PLUGINS"
@@ -17,17 +16,17 @@ CORE_PLUGIN = "bmt-core"
 def installed_entry_points() -> list[EntryPoint]:
     """Return every plugin's entry point, sorted by (name, distribution).
 
-    ``importlib.metadata`` yields file-system order, which differs between machines; ranks must ask in one order.
+    ``importlib.metadata`` yields file-system order, which differs between machines, and all ranks need the same order.
     """
     found = list(entry_points(group=GROUP))
     if all(entry.name != CORE_PLUGIN for entry in found):
-        # Without metadata (a source tree on PYTHONPATH, a frozen program) the core still brings its own plugin.
+        # Without metadata, as in a source tree on PYTHONPATH or a frozen program, the core has its plugin all the same.
         found.append(EntryPoint(CORE_PLUGIN, "bmt_core.core_plugin", GROUP))
     return sorted(found, key=lambda entry: (entry.name, distribution_of(entry)))
 
 
 def choose(entries: Iterable[EntryPoint], disabled: Iterable[str]) -> tuple[list[EntryPoint], list[PluginError]]:
-    """Split ``entries`` into those to load and the reasons why others cannot be: doubled names, unknown disabled names."""
+    """Return the ``entries`` to load, and errors for names that two plugins have and for disabled names that none has."""
     by_name: dict[str, list[EntryPoint]] = {}
     for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
@@ -63,18 +62,5 @@ def disabled_by_environment(environment: Mapping[str, str] = os.environ) -> list
 
 
 def distribution_of(entry: EntryPoint) -> str:
-    """Return ``"name version"`` of the distribution that an entry point belongs to, or an empty text."""
+    """Return ``"name version"`` of the distribution that the entry point is from, or an empty text."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else ""
-
-
-def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
-    """Return the sentence for a name that nobody has.
-
-    >>> unknown_name("optimizer", "loin", ["adam", "lion"])
-    "No optimizer is named 'loin'. Did you mean 'lion'? Known: adam, lion."
-    """
-    names = sorted(known)
-    close = get_close_matches(name, names, n=1)
-    article = f"No {noun} is named {name!r}."
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{article}{guess} Known: {', '.join(names) or 'none'}."

@@ -1,10 +1,10 @@
-"""The hooks of bmt. A package implements those it needs in one module and names that module in its entry points::
+"""The hooks of bmt. A plugin package implements some of them in one module and names that module in its entry points::
 
     [project.entry-points.bmt]
     my-package = "my_package.plugin"
 
-All hooks but the last two are asked once, at start, and return classes with a unique ``name``; none runs inside a training
-step. ``docs/hooks.md`` has a section for each.
+All hooks but the last two are called once, at the start, and return classes or objects with a unique ``name``. No hook is called
+inside a training step. ``docs/hooks.md`` has a section for each.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
-    """Return the axes that this package adds to the grid of ranks for these settings.
+    """Return the axes that this plugin adds to the grid of ranks in a run with these settings.
 
-    They are sorted by (order, name), lowest order outermost. An axis of size 1 may be left out.
+    The grid sorts all axes by (order, name), the lowest order outermost. An axis of size 1 may be left out.
     """
     raise NotImplementedError
 
@@ -47,7 +47,7 @@ def bmt_comm_backends() -> Sequence[type[CommBackend]]:
 
 @hookspec
 def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
-    """Return providers of kernels, chosen by ``BMT_KERNELS``; one is active per device, the plain-torch reference otherwise."""
+    """Return kernel providers. The one that ``BMT_KERNELS`` names, or that works on the device, replaces plain torch."""
     raise NotImplementedError
 
 
@@ -65,17 +65,17 @@ def bmt_checkpoint_formats() -> Sequence[type[FileFormat]]:
 
 @hookspec
 def bmt_cli_commands() -> Sequence[click.Command]:
-    """Return commands (objects, not classes) that the program ``bmt`` gets, under their own names."""
+    """Return commands (objects, not classes) of the program ``bmt``."""
     raise NotImplementedError
 
 
 @hookspec
 def bmt_run_started(runtime: Run) -> None:
-    """Learn that ``init_distributed()`` is done on this rank. ``runtime`` is what ``bmt_core.run.runtime.current()`` returns."""
+    """Called at the end of ``init_distributed()``. ``runtime`` is what ``bmt_core.current()`` returns."""
     raise NotImplementedError
 
 
 @hookspec
 def bmt_run_stopping(runtime: Run) -> None:
-    """Learn that ``shutdown()`` begins; communication still works."""
+    """Called at the beginning of ``shutdown()``, when communication still works."""
     raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The rules that a plugin's hook implementations obey, checked when it is registered."""
+"""``implemented_hooks``: check a plugin's hook implementations when it is registered."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import inspect
 
 import pluggy
 
-from bmt_core.errors import PluginError
+from bmt_core.errors import PluginError, unknown_name
 from bmt_core.plugins import hookspecs
-from bmt_core.plugins.discovery import unknown_name
 
-# pluggy's options that change the order of calls or wrap other plugins' calls; bmt calls in name order.
+# Options of pluggy that bmt does not support: it calls hooks in the order of the plugins' names, and wraps none.
 _REFUSED_OPTIONS = ("tryfirst", "trylast", "wrapper", "hookwrapper")
 
 
 def implemented_hooks(manager: pluggy.PluginManager, plugin: object, title: str) -> tuple[str, ...]:
-    """Return the names of the hooks that ``plugin`` implements, sorted; PluginError when one breaks a rule.
+    """Return the names of the hooks that ``plugin`` implements, sorted; PluginError when an implementation is wrong.
 
-    ``title`` says in messages whose plugin it is.
+    Error messages call the plugin ``title``.
     """
     known = [name for name in dir(hookspecs) if hasattr(getattr(hookspecs, name), f"{hookspecs.PROJECT}_spec")]
     hooks = []
@@ -60,7 +59,7 @@ def _check_arguments(plugin: object, attribute: str, hook: str, title: str) -> N
     expected = inspect.signature(getattr(hookspecs, hook)).parameters
     for parameter in parameters:
         if parameter.default is not parameter.empty:
-            # pluggy 1.5 and 1.6 leave such arguments out of the call, 1.7 passes them: the same plugin would differ.
+            # pluggy 1.5 and 1.6 do not pass such arguments, 1.7 does.
             raise PluginError(
                 f"The {title} gives argument {parameter.name!r} of {hook}() a default value. "
                 f"Hook implementations take no defaults: write {hook}({', '.join(expected)})."

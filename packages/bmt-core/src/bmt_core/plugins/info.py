@@ -1,4 +1,4 @@
-"""What is known about one registered plugin."""
+"""``PluginInfo``: name, package, version and hooks of a registered plugin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bmt_core.errors import PluginError
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """What ranks compare and ``bmt plugins`` prints. ``distribution`` and ``version`` are empty for a plugin added by hand."""
+    """What ranks compare and ``bmt plugins`` prints. ``distribution`` is empty for a plugin passed to ``init_distributed()``."""
 
     name: str
     distribution: str = ""
@@ -19,7 +19,7 @@ class PluginInfo:
 
     @property
     def title(self) -> str:
-        """How messages call the plugin.
+        """The plugin as error messages call it.
 
         >>> PluginInfo("lion", "bmt-lion", "1.0").title
         "plugin 'lion' (bmt-lion 1.0)"
@@ -28,10 +28,9 @@ class PluginInfo:
 
 
 def info_of(plugin: object) -> PluginInfo:
-    """Return what is known of a plugin that was passed as a module or an object.
+    """Return the info, without hooks, of a plugin that was passed as a module or an object.
 
-    It is called by its attribute ``name``, a module otherwise by its module's name and an object by its class's name; its
-    version is its ``__version__``, if it has one.
+    Its name is its attribute ``name`` or else that of the module or of the object's class; its version is ``__version__``.
     """
     if isinstance(plugin, (str, type)):
         kind = "a text" if isinstance(plugin, str) else "a class"

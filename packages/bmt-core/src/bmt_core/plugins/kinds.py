@@ -1,4 +1,4 @@
-"""What plugins can offer under a name: one :class:`Kind` per hook that returns classes or commands."""
+"""``KINDS``: what plugins offer by name, one :class:`Kind` per hook that returns classes or commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bmt_core.settings import MeshAxis
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One sort of thing that plugins offer. ``base`` is what an offer must derive from, or be an instance of."""
+    """One kind of thing that plugins offer. An offer is a subclass of ``base``, or an instance if ``offers_instances``."""
 
     name: str
     hook: str
@@ -26,7 +26,7 @@ class Kind:
     offers_instances: bool = False
 
 
-# A checkpoint format is checked by the checkpoint code, which lies above the registry; here any class will do.
+# A checkpoint format may be any class here. The checkpoint code, which is imported after this, checks it.
 KINDS = {
     kind.name: kind
     for kind in (
@@ -37,12 +37,12 @@ KINDS = {
         Kind(name="command", hook="bmt_cli_commands", base=click.Command, offers_instances=True),
     )
 }
-# Axes depend on the settings of a run, so they are asked for each run and are not found by name.
+# Not in KINDS, because axes depend on the settings of a run: plugins are asked in each run.
 AXIS = Kind(name="axis", hook="bmt_mesh_axes", base=MeshAxis, offers_instances=True)
 
 
 def check_offers(kind: Kind, offers: object, plugin: str) -> list[tuple[str, Any]]:
-    """Return ``offers``, what ``plugin`` answered to the hook, as (name, offer) pairs; PluginError if it is not what it must be."""
+    """Return ``offers``, which ``plugin`` returned from the hook, as (name, offer) pairs; PluginError if they are wrong."""
     if not isinstance(offers, Sequence) or isinstance(offers, str):
         raise PluginError(f"The {plugin} must return a list from {kind.hook}(), it returned {offers!r}.")
     return [(_checked_name(kind, offer, plugin), offer) for offer in offers]

@@ -1,4 +1,4 @@
-"""What hooks hand over of modules that lie above the registry, as protocols: nothing here imports those modules."""
+"""Protocols of classes that hooks pass or return, and that are defined in modules which import this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bmt_core.settings import RunSettings
 
 
 class Run(Protocol):
-    """What a plugin is told of the run: :class:`bmt_core.run.runtime.Runtime`, by its parts that do not change."""
+    """The stable part of :class:`bmt_core.run.runtime.Runtime`, which ``bmt_run_started`` and ``bmt_run_stopping`` get."""
 
     settings: RunSettings
     device: torch.device
@@ -19,7 +19,7 @@ class Run(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Index of this process."""
 
     @property
     def world_size(self) -> int:
@@ -27,7 +27,7 @@ class Run(Protocol):
 
 
 class FileFormat(Protocol):
-    """What the registry asks of a checkpoint format; :class:`bmt_core.checkpoint.CheckpointFormat` is the base of all."""
+    """The part of :class:`bmt_core.checkpoint.CheckpointFormat` that the registry uses."""
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]

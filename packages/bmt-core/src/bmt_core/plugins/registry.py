@@ -1,4 +1,4 @@
-"""The registry: the installed plugins and what they offer, each kind asked once."""
+"""``Registry``: the plugins of this process and what they offer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pluggy
 
-from bmt_core.errors import BmtError, PluginError
+from bmt_core.errors import BmtError, PluginError, unknown_name
 from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import (
     DISABLE_VARIABLE,
     choose,
     disabled_by_environment,
     installed_entry_points,
-    unknown_name,
 )
 from bmt_core.plugins.implementations import implemented_hooks
 from bmt_core.plugins.info import PluginInfo, info_of
@@ -24,16 +23,14 @@ from bmt_core.plugins.kinds import AXIS, KINDS, check_offers
 from bmt_core.settings import MeshAxis, RunSettings
 
 if TYPE_CHECKING:
-    import click
     import torch
 
-    from bmt_core.comm.protocols import CommBackend
     from bmt_core.ops.provider import KernelProvider
     from bmt_core.plugins.protocols import FileFormat, Run
 
 
 class Registry:
-    """The plugins of this process: the installed ones, which :meth:`load` finds, and those that it is given."""
+    """The plugins of this process: the installed ones, which :meth:`load` finds, and those that are passed to it."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -47,7 +44,7 @@ class Registry:
     def load(cls, *, disabled: Iterable[str] = (), plugins: Iterable[object] = ()) -> Self:
         """Load every installed plugin except those in ``disabled`` and ``BMT_DISABLE_PLUGINS``, and add ``plugins``.
 
-        Raises PluginError when one cannot be loaded, and says which, whose it is, and why.
+        Raises PluginError if one cannot be loaded.
         """
         registry = cls.load_what_works(disabled=disabled)
         _raise_any(registry.problems)
@@ -57,7 +54,7 @@ class Registry:
 
     @classmethod
     def load_what_works(cls, *, disabled: Iterable[str] = ()) -> Self:
-        """Load like :meth:`load`, but keep the errors in ``problems``, for programs that report them."""
+        """Load the installed plugins like :meth:`load`, but collect the errors in ``problems``."""
         registry = cls()
         registry.disabled = tuple(sorted({*disabled, *disabled_by_environment()}))
         chosen, problems = choose(installed_entry_points(), registry.disabled)
@@ -75,11 +72,6 @@ class Registry:
         self._add(plugin, PluginInfo(name))
 
     @property
-    def comm_backends(self) -> Mapping[str, type[CommBackend]]:
-        """The communication backends by name."""
-        return self._offers("comm backend")
-
-    @property
     def kernel_providers(self) -> Mapping[str, type[KernelProvider]]:
         """The kernel providers by name."""
         return self._offers("kernel provider")
@@ -94,16 +86,11 @@ class Registry:
         """The checkpoint formats by name."""
         return self._offers("checkpoint format")
 
-    @property
-    def cli_commands(self) -> Mapping[str, click.Command]:
-        """The commands of the program ``bmt`` by name."""
-        return self._offers("command")
-
     def find(self, kind: str, name: str) -> Any:
-        """Return what is offered as ``name``.
+        """Return the offer of ``kind`` whose name is ``name``.
 
         ``kind`` is ``"optimizer"``, ``"comm backend"``, ``"kernel provider"``, ``"checkpoint format"`` or ``"command"``.
-        Raises PluginError with the nearest and all known names when there is none.
+        Raises PluginError, with the known names, if there is none.
         """
         offers = self._offers(kind)
         if name not in offers:
@@ -112,7 +99,7 @@ class Registry:
 
     def mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
         """Return the axes that plugins add to the grid for ``settings``, sorted by (order, name)."""
-        owners = {"dp": "bmt-core"}  # the axis of the ranks that the others leave
+        owners = {"dp": "bmt-core"}  # every grid has this axis
         axes: list[MeshAxis] = []
         for implementation in self._implementations(AXIS.hook):
             plugin = implementation.plugin_name
@@ -125,20 +112,20 @@ class Registry:
         return sorted(axes, key=lambda axis: (axis.order, axis.name))
 
     def describe(self) -> list[PluginInfo]:
-        """Return what is registered, sorted by name."""
+        """Return the infos of all plugins, sorted by name."""
         return [self._infos[name] for name in sorted(self._infos)]
 
     def names_of(self, plugin: str) -> dict[str, list[str]]:
-        """Return the names that ``plugin`` offers, by kind; kinds without any are left out."""
+        """Return the names of what ``plugin`` offers by kind, without empty kinds."""
         names = {kind: [name for name, owner in self._ask(kind).owners.items() if owner == plugin] for kind in KINDS}
         return {kind: sorted(offered) for kind, offered in names.items() if offered}
 
     def working(self, kind: str) -> Mapping[str, Any]:
-        """Return the offers of ``kind`` that are in order, by name, whatever the others are."""
+        """Return the correct offers of ``kind`` by name, even if others are wrong."""
         return self._ask(kind).offers
 
     def examine(self) -> list[BmtError]:
-        """Ask every kind and return all that is wrong, in loading and in answering."""
+        """Return all errors of loading plugins and of what they offer."""
         return self.problems + [problem for kind in KINDS for problem in self._ask(kind).problems]
 
     def run_started(self, runtime: Run) -> None:
@@ -147,7 +134,7 @@ class Registry:
             self._call("bmt_run_started", implementation, runtime=runtime)
 
     def run_stopping(self, runtime: Run) -> None:
-        """Tell every plugin, in name order, that the run stops; raise only when all have been told."""
+        """Tell every plugin, in name order, that the run stops. An error is raised after all have been told."""
         problems: list[BmtError] = []
         for implementation in self._implementations("bmt_run_stopping"):
             try:
@@ -184,7 +171,7 @@ class Registry:
         return sorted(implementations, key=lambda implementation: implementation.plugin_name)
 
     def _call(self, hook: str, implementation: pluggy.HookImpl, **arguments: object) -> Any:
-        # Not through pluggy's caller, which answers in an order of its own and does not say who answered what.
+        # Not through pluggy, which calls in another order and does not say which plugin returned what.
         try:
             return implementation.function(*(arguments[name] for name in implementation.argnames))
         except BmtError:
@@ -233,7 +220,7 @@ class Registry:
 
 @dataclass(frozen=True)
 class _Answers:
-    """What all plugins answered for one kind: offers and their owners by name, and what was wrong."""
+    """The answers of all plugins for one kind: offers and the plugins that own them, by name, and errors."""
 
     offers: dict[str, Any] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)

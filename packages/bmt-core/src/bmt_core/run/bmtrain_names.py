@@ -1,7 +1,6 @@
-"""BMTrain's names for the rank grid, mapped to axes. Nothing else in core, zero and optim knows the axes ``tp`` and ``pp``.
+"""BMTrain's names and arguments for tensor parallelism, which is the axis ``tp`` here, and for pipelines, the axis ``pp``.
 
-BMTrain has two kinds of parallelism besides data parallelism, and names of its own for each: tensor parallelism is the axis
-``tp``, pipelines are the axis ``pp``.
+Nothing else in core, zero and optim knows these two axes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from bmt_core.errors import ConfigError
+from bmt_core.errors import ConfigError, unknown_name
 from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis, RunSettings
 
@@ -30,7 +29,7 @@ _ARGUMENTS = {
 
 
 def argument_for(axis: str) -> str:
-    """Return in words what a user changes to change the size of ``axis``.
+    """Return what a user has to change for another size of ``axis``, as error messages call it.
 
     >>> argument_for("tp"), argument_for("expert")
     ('tp_size', "the size of 'expert'")
@@ -56,14 +55,14 @@ def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> 
 
 
 def tensor_locality(tp_mode: bool, tp_split_dim: int) -> tuple[Locality, ...]:
-    """Return what ``tp_mode`` and ``tp_split_dim`` say of a parameter.
+    """Return the localities that ``tp_mode`` and ``tp_split_dim`` stand for.
 
     BMTrain sums the gradients of parameters that are replicated over tp (``tp_split_dim=-1``): each rank has a share.
 
     >>> tensor_locality(True, 0)
-    (Locality(axis='tp', split_dim=0, gradients=None),)
+    (Locality(axis='tp', split_dim=0, ...),)
     >>> tensor_locality(True, -1)
-    (Locality(axis='tp', split_dim=None, gradients='share'),)
+    (Locality(axis='tp', split_dim=None, gradients='share', ...),)
     """
     if not tp_mode:
         return ()
@@ -89,7 +88,18 @@ def mode_of_axes(local_axes: Collection[str]) -> BlockMode:
 
 
 class OldTopologyNames:
-    """The attributes of BMTrain's topology, with S = world size // pp."""
+    """The attributes of BMTrain's topology, for rank r. With S = world size // pp, the number of ranks in a stage::
+
+        stages      pp                           number of pipeline stages
+        pipe_idx    r % S                        which pipeline the rank is in
+        stage_id    r // S                       which stage of its pipeline it is
+        tp_idx      r // tp                      which tensor-parallel group it is in
+        tp_id       r % tp                       its index in that group
+
+    For four more kinds of groups, ``…_idx`` is which of them the rank is in, and ``…_id`` is its index in it: ``zero``, all
+    ranks; ``tp_zero``, the ranks with the same tensor-parallel slices; ``pp_zero``, the ranks of one stage; ``pp_tp_zero``,
+    the ranks of one stage with the same slices.
+    """
 
     rank: int
     world_size: int
@@ -98,84 +108,40 @@ class OldTopologyNames:
         """Size of ``axis``."""
         raise NotImplementedError
 
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages."""
-        return self.axis_size(PIPELINE_AXIS)
-
-    @property
-    def pipe_idx(self) -> int:
-        """Which pipeline this rank is in: rank % S."""
-        return self.rank % (self.world_size // self.stages)
-
-    @property
-    def stage_id(self) -> int:
-        """Which stage of its pipeline this rank is: rank // S."""
-        return self.rank // (self.world_size // self.stages)
-
-    @property
-    def tp_id(self) -> int:
-        """The rank's index in its tensor-parallel group: rank % tp."""
-        return self.rank % self.axis_size(TENSOR_AXIS)
-
-    @property
-    def tp_idx(self) -> int:
-        """Which tensor-parallel group this rank is in: rank // tp."""
-        return self.rank // self.axis_size(TENSOR_AXIS)
-
-    @property
-    def zero_idx(self) -> int:
-        """Which group of all ranks this rank is in: there is one, 0."""
-        return 0
-
-    @property
-    def zero_id(self) -> int:
-        """The rank's index among all."""
-        return self.rank
-
-    @property
-    def tp_zero_idx(self) -> int:
-        """Which group of ranks with the same tensor-parallel slices this rank is in."""
-        return self.tp_id
-
-    @property
-    def tp_zero_id(self) -> int:
-        """The rank's index among those with the same tensor-parallel slices."""
-        return self.tp_idx
-
-    @property
-    def pp_zero_idx(self) -> int:
-        """Which group of the ranks of one stage this rank is in."""
-        return self.stage_id
-
-    @property
-    def pp_zero_id(self) -> int:
-        """The rank's index among the ranks of its stage."""
-        return self.pipe_idx
-
-    @property
-    def pp_tp_zero_idx(self) -> int:
-        """Which group of ranks of one stage with the same tensor-parallel slices this rank is in."""
-        return self.stage_id * self.axis_size(TENSOR_AXIS) + self.tp_id
-
-    @property
-    def pp_tp_zero_id(self) -> int:
-        """The rank's index among those of its stage with the same tensor-parallel slices."""
-        return self.pipe_idx // self.axis_size(TENSOR_AXIS)
+    stages = property(lambda self: self.axis_size(PIPELINE_AXIS))
+    pipe_idx = property(lambda self: self.rank % (self.world_size // self.stages))
+    stage_id = property(lambda self: self.rank // (self.world_size // self.stages))
+    tp_idx = property(lambda self: self.rank // self.axis_size(TENSOR_AXIS))
+    tp_id = property(lambda self: self.rank % self.axis_size(TENSOR_AXIS))
+    zero_idx = 0
+    zero_id = property(lambda self: self.rank)
+    tp_zero_idx, tp_zero_id = tp_id, tp_idx
+    pp_zero_idx, pp_zero_id = stage_id, pipe_idx
+    pp_tp_zero_idx = property(lambda self: self.stage_id * self.axis_size(TENSOR_AXIS) + self.tp_id)
+    pp_tp_zero_id = property(lambda self: self.pipe_idx // self.axis_size(TENSOR_AXIS))
 
     def get_group_id(self, name: str) -> int:
         """Which of the groups called ``name`` (``pipe zero tp_zero tp``) this rank is in, under BMTrain's numbering."""
-        return self._old({"pipe": "pipe_idx", "zero": "zero_idx", "tp_zero": "tp_zero_idx", "tp": "tp_idx"}, name)
+        return self._attribute(name, 0)
 
     def get_group_rank(self, name: str) -> int:
         """The rank's index inside its group called ``name`` (``pipe zero tp_zero tp``)."""
-        return self._old({"pipe": "stage_id", "zero": "zero_id", "tp_zero": "tp_zero_id", "tp": "tp_id"}, name)
+        return self._attribute(name, 1)
 
-    def _old(self, attributes: dict[str, str], name: str) -> int:
-        if name not in attributes:
-            raise ConfigError(f"No group is named {name!r}. Known: {', '.join(attributes)}.")
-        value: int = getattr(self, attributes[name])
+    def _attribute(self, group: str, which: int) -> int:
+        if group not in _GROUPS:
+            raise ConfigError(unknown_name("group", group, _GROUPS))
+        value: int = getattr(self, _GROUPS[group][which])
         return value
+
+
+# Name of a group -> the attributes with the group's number, and with the rank's index in it.
+_GROUPS = {
+    "pipe": ("pipe_idx", "stage_id"),
+    "zero": ("zero_idx", "zero_id"),
+    "tp_zero": ("tp_zero_idx", "tp_zero_id"),
+    "tp": ("tp_idx", "tp_id"),
+}
 
 
 class OldParameterNames:

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.plugins import Registry, compare_across_ranks
 from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.run.lanes import Lanes
-from bmt_core.run.start import StartTogether
+from bmt_core.run.start_section import start_section
 from bmt_core.run.topology import Topology, grid_sizes
 from bmt_core.settings import (
     DEFAULT_COMM_BACKEND,
@@ -148,13 +149,16 @@ def init_distributed(
     launch = Launch.from_env()
     store = _connect(init_method, launch, settings)
     _starts += 1
-    with StartTogether("plugins", store, launch, settings.timeout):
+    section = partial(
+        start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=settings.timeout
+    )
+    with section("plugins"):
         registry = Registry.load(plugins=plugins)
     if store is not None:
         compare_across_ranks(
             registry, store=store, rank=launch.rank, world_size=launch.world_size, timeout=settings.timeout
         )
-    with StartTogether("choices", store, launch, settings.timeout):
+    with section("choices"):
         chosen = _choose_device(settings, launch)
         axes = registry.mesh_axes(settings)
         check_axes_are_provided(settings, axes)
@@ -171,8 +175,8 @@ def init_distributed(
     )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    # Left together: a rank that went on and shut down would close connections that a slower one is still making.
-    with StartTogether("connections", store, launch, settings.timeout):
+    # A rank that left this before the others and shut down would close connections that a slower one is still making.
+    with section("connections"):
         backend: CommBackend = backend_class(context)
     same_data = [axis.name for axis in axes if not axis.shards_data]
     try:

@@ -1,4 +1,4 @@
-"""Run functions on several ranks from a test: real processes, real collectives, failures of every rank in one message.
+"""Run functions on several ranks from a test: on processes of their own, with the errors of all ranks in one message.
 
     from bmt_core.testing import run_ranks
 
@@ -8,7 +8,7 @@
     def test_rank_is_doubled() -> None:
         assert run_ranks(doubled_rank, 4) == [0, 2, 4, 6]
 
-The function runs between ``init_distributed()`` and ``shutdown()``. Processes are started once and kept.
+The function runs between ``init_distributed()`` and ``shutdown()``. The processes are started once and reused.
 """
 
 from __future__ import annotations

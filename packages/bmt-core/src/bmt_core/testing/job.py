@@ -1,10 +1,9 @@
-"""What travels from the pool to a worker: which function to call, with what, in which environment."""
+"""``Job``: what the pool sends to a worker process, namely a function, its arguments and an environment."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One call on one rank. ``arguments`` are pickled apart, because they may need the function's module imported first."""
+    """One call on one rank. ``arguments`` are pickled separately: they may be unpickled only after the function's import."""
 
     rank: int
     function: FunctionReference
@@ -24,17 +23,12 @@ class Job:
     env: Mapping[str, str]
     init: Mapping[str, Any] | None
 
-    def load_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unpickle the positional and the keyword arguments."""
-        args, kwargs = pickle.loads(self.arguments)
-        return args, kwargs
-
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A module-level function, found again in another process by its module's name or else by its file.
+    """A module-level function by which another process finds it: the names of module and function, and the module's file.
 
-    Test modules are often not importable by name (pytest's import mode ``importlib`` invents names), hence the file.
+    The file is needed because pytest's import mode ``importlib`` gives test modules names that cannot be imported.
     """
 
     module: str
@@ -65,7 +59,7 @@ class FunctionReference:
         spec = None if self.file is None else importlib.util.spec_from_file_location(self.module, self.file)
         if spec is None or spec.loader is None or _is_importable(self.module, self.file):
             return importlib.import_module(self.module)
-        # Unpickling something of a module "a.b" imports "a" too.
+        # Unpickling an object of the module "a.b" imports "a" too.
         for parent in accumulate(self.module.split(".")[:-1], "{}.{}".format):
             sys.modules.setdefault(parent, ModuleType(parent))
         module = importlib.util.module_from_spec(spec)
@@ -88,5 +82,5 @@ def _is_importable(name: str, file: str | None) -> bool:
 
 
 def _same_file(module: ModuleType, file: str | None) -> bool:
-    # A spawned process knows its parent's main program as "__main__" under another loader, with the same file.
+    # In a spawned process the parent's main program is called "__main__" too, and is recognised by its file.
     return file is None or getattr(module, "__file__", None) == file

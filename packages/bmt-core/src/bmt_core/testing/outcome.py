@@ -1,4 +1,4 @@
-"""What came of a function on one rank, and the error that reports several of them."""
+"""``Outcome``: how a function ended on one rank, and ``RankFailure``, the error that reports the outcomes of all ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RankError(NamedTuple):
 class Outcome:
     """What one rank returned, or how it failed.
 
-    ``error_type`` is None for a rank that returned, and otherwise the name of the exception's class, ``"Hung"`` for a rank
-    that had to be killed and ``"Died"`` for one whose process ended by itself. ``error`` is the exception object where it
-    can be pickled. ``traceback`` is its text; for a hung rank, where its threads stood.
+    ``error_type`` is None for a rank that returned. Otherwise it is the name of the exception's class, ``"Hung"`` for a rank
+    that was killed after its time, or ``"Died"`` for one whose process ended. ``error`` is the exception, if it can be pickled.
+    ``traceback`` is its text, or the stacks of a hung rank's threads.
     """
 
     rank: int
@@ -39,7 +39,7 @@ class Outcome:
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException) -> Outcome:
-        """Describe ``error``, which is being handled on ``rank``."""
+        """Return the outcome of ``rank``, whose function raised ``error``."""
         return cls(
             rank=rank,
             error_type=type(error).__name__,
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class RankFailure(Exception):
-    """At least one rank failed: the message holds what happened on every rank.
+    """At least one rank failed. The message says what happened on every rank.
 
     ``outcomes`` has one entry per rank, ``errors`` the class name and message of each rank that failed.
     """
@@ -66,7 +66,7 @@ class RankFailure(Exception):
 
 
 def _report(function: str, outcomes: Sequence[Outcome]) -> str:
-    """Put one line per rank first, then the tracebacks, equal ones only once."""
+    """Return one line per rank, then the tracebacks, equal ones only once."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     lines = [f"{function} failed on {len(failed)} of {len(outcomes)} ranks."]
     for outcome in outcomes:
@@ -82,7 +82,7 @@ def _report(function: str, outcomes: Sequence[Outcome]) -> str:
 
 
 def _survives_pickling(error: BaseException) -> bool:
-    # An exception whose __init__ takes other arguments than its `args` pickles well and breaks the one who unpickles it.
+    # An exception whose __init__ takes other arguments than its `args` can be pickled, and fails to be unpickled.
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
     except Exception:

@@ -1,4 +1,4 @@
-"""The parent's side: :class:`RankPool` runs a function on several worker processes, which are the ranks of one run."""
+"""``RankPool``: runs a function on several worker processes, which are the ranks of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from bmt_core.testing.workers import Worker, Workers
 T = TypeVar("T")
 
 GRACE = 20.0
-"""Seconds that the other ranks have left when one rank has failed. Long, because a busy machine is slow; only tests in which
-a rank hangs ever wait for it."""
+"""Seconds until the other ranks are killed when one rank has failed. Only tests in which a rank hangs wait that long."""
 
 _NO_SETTINGS: Mapping[str, Any] = {}
 _listeners: list[Callable[[int], None]] = []
@@ -30,8 +29,8 @@ _listeners: list[Callable[[int], None]] = []
 class RankPool:
     """``world_size`` processes that run functions as the ranks of a run, one run after another.
 
-    The processes are started when first needed, import torch once, and are replaced when one died or had to be killed.
-    Each run has its own rendezvous store on a port that the operating system chose, so nothing passes from one to the next.
+    The processes are started when first needed and import torch once. A process that died or was killed is replaced. Each run
+    has its own rendezvous store, on a port that the operating system chose.
     """
 
     def __init__(self, world_size: int, *, workers: Workers | None = None) -> None:
@@ -53,7 +52,7 @@ class RankPool:
         """Call ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
 
         ``fn`` is a function at the top level of its module. It runs between ``init_distributed(**init)`` and ``shutdown()``,
-        on the CPU unless ``init`` names a ``device``; with ``init=None`` it does its own start. ``env`` is added to the
+        on the CPU unless ``init`` names a ``device``; with ``init=None`` it starts the run itself. ``env`` is added to the
         environment of every rank for this run. Ranks that have not finished after ``timeout`` seconds, or ``grace``
         seconds after another rank failed, are killed. Raises :class:`RankFailure` when any rank did not return.
         """
@@ -72,11 +71,11 @@ class RankPool:
         init: Mapping[str, Any] | None = _NO_SETTINGS,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """Do the same as :meth:`run`, for tests in which ranks are expected to fail: no failure raises."""
+        """Like :meth:`run`, but return how each rank ended and do not raise: for tests in which ranks are to fail."""
         function, arguments = FunctionReference.to(fn), pickle.dumps((args, kwargs))
         for listener in _listeners:
             listener(self.world_size)
-        # The parent owns the store, as torchrun's agent does: all ranks are clients, and it outlives every one of them.
+        # In this process, as torchrun keeps it in its agent, so that it outlives every rank.
         patience = timedelta(seconds=timeout + grace)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
         workers = self._workers.take(self.world_size)
@@ -94,7 +93,7 @@ class RankPool:
 
 @functools.cache
 def rank_pool(world_size: int) -> RankPool:
-    """Return the pool of this size that the whole process shares. Pools of all sizes share their workers."""
+    """Return the pool of ``world_size`` ranks, one per size. Pools of all sizes share their worker processes."""
     return RankPool(world_size, workers=_shared_workers())
 
 
@@ -104,12 +103,12 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, **options: Any)
 
 
 def on_run(listener: Callable[[int], None]) -> None:
-    """Have ``listener(world_size)`` called at the start of every run of any pool."""
+    """Call ``listener(world_size)`` at the start of every run of any pool."""
     _listeners.append(listener)
 
 
 def _finish(workers: Sequence[Worker], timeout: float, grace: float) -> None:
-    """Wait until every worker has finished its job or died; kill those that still run when their time is over."""
+    """Wait until every worker has finished its job or died. Kill those that run out of time."""
     deadline, why = time.monotonic() + timeout, f"Killed after {timeout:g} s."
     busy: dict[Connection[bytes, bytes], Worker] = {worker.connection: worker for worker in workers}
     has_failure = False

@@ -1,4 +1,4 @@
-"""Pytest side of the kit: marks, the fixture ``run_ranks``, and a count of the tests that ran on several ranks."""
+"""The pytest plugin: marks, the fixture ``run_ranks``, and a count of the tests that ran on several ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _largest_run = 0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Announce the marks and watch the pools."""
+    """Register the marks, and note the size of every run of a pool."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
     config.addinivalue_line("markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool")
     pool.on_run(_note_run)
-    # torch looks up the name of each socket's address. All of them are on this machine, and a name server that does not
-    # answer would stall a test for 5 seconds each time.
+    # torch looks up the host name of each socket's address. If no name server answers, that takes 5 seconds each time.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
@@ -33,7 +32,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Record on how many ranks the test ran. The record travels in its report, also from xdist's processes."""
+    """Record on how many ranks the test ran, in its report, which xdist's workers send to the main process."""
     global _largest_run
     mark = item.get_closest_marker("ranks")
     _largest_run = 0 if mark is None else mark.args[0]
@@ -57,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(name="run_ranks")
 def run_ranks_fixture() -> Callable[..., list[Any]]:
-    """Call ``run_ranks(fn, world_size, *args, **options)``: the function of that name in :mod:`bmt_core.testing`."""
+    """The function :func:`bmt_core.testing.run_ranks`."""
     return pool.run_ranks
 
 

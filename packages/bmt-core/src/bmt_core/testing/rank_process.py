@@ -1,4 +1,4 @@
-"""The process of one rank: it waits for jobs, runs them one after another, and leaves nothing behind between them."""
+"""``serve``: the loop of a rank's process, which runs one job after another and cleans up after each."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ READY = b"ready"
 def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> None:
     """Run the jobs that arrive until the other end closes.
 
-    ``READY`` goes out at the start. Each job is answered by its pickled :class:`Outcome`, by a second one if cleaning up
-    failed, and then by ``READY``.
+    ``READY`` is sent at the start. The answers to a job are its pickled :class:`Outcome`, a second one if cleaning up failed,
+    and ``READY``.
     """
     threading.Thread(target=_die_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    # A hung rank is ended by SIGTERM, and what it was doing goes into the pipe. A handler written in Python would not run
-    # while a collective blocks the main thread.
+    # On SIGTERM, which ends a hung rank, the stacks of its threads are written to the pipe. A handler written in Python would
+    # not run while a collective blocks the main thread.
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=True, chain=True)
-    # Control-C in a terminal reaches every process; the parent alone decides what it means.
+    # Control-C in a terminal reaches every process, and the parent alone is to react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What is imported by now is never garbage: left out, collecting after each job takes a hundredth of the time.
+    # The modules imported so far are never garbage. Without them, the collection after each job is 100 times faster.
     gc.collect()
     gc.freeze()
     jobs.send_bytes(READY)
@@ -48,7 +48,7 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
         except EOFError:
             return
         with _restored(), _changed_environment(job):
-            # Sent before cleaning up, which may hang in turn when other ranks have not failed.
+            # Sent before cleaning up, which may hang if other ranks have not failed.
             jobs.send_bytes(_pickled(_attempt(job)))
             try:
                 _clean_up()
@@ -62,17 +62,17 @@ def _attempt(job: Job) -> Outcome:
         return Outcome(rank=job.rank, value=_call(job))
     except BaseException as error:
         outcome = Outcome.of_exception(job.rank, error)
-        # The frames hold process groups, whose sockets must close for the other ranks to learn of the failure.
+        # The frames keep process groups alive. Other ranks notice the failure when their sockets close.
         traceback.clear_frames(error.__traceback__)
         return outcome
 
 
 def _call(job: Job) -> Any:
     function = job.function.resolve()
-    args, kwargs = job.load_arguments()
+    args, kwargs = pickle.loads(job.arguments)
     if job.init is None:
         return function(*args, **kwargs)
-    # Imported here: the kit also serves tests that never start the runtime.
+    # Imported here, because tests of other things do not need it.
     from bmt_core.run.runtime import init_distributed
 
     init_distributed(**{"device": "cpu", **job.init})
@@ -80,16 +80,16 @@ def _call(job: Job) -> Any:
 
 
 def _clean_up() -> None:
-    """Leave this process as it was before the job, also when the job failed half-way."""
+    """End what the job started, also if it failed."""
     runtime: Any = sys.modules.get("bmt_core.run.runtime")
     if runtime is not None:
         runtime.shutdown()
-        # The next run has another store, perhaps on the same port, and its ranks may have started differently often before.
+        # The next run has another store, perhaps on the same port, and its ranks may have run different numbers of jobs.
         runtime._stores.clear()
         runtime._starts = 0
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # Groups that sit in reference cycles would keep their sockets, and the other ranks waiting, for an unknown time.
+    # Groups in reference cycles would keep their sockets open, and other ranks would wait for them.
     gc.collect()
 
 
@@ -106,7 +106,7 @@ def _changed_environment(job: Job) -> Iterator[None]:
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """Put back what a job may change for the whole process."""
+    """Restore the settings of the process that a job may change."""
     dtype, threads, directory = torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
@@ -115,12 +115,12 @@ def _restored() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
         if torch.are_deterministic_algorithms_enabled() != deterministic:
-            torch.use_deterministic_algorithms(deterministic)  # Imports torch's compiler: seconds, once.
+            torch.use_deterministic_algorithms(deterministic)  # not always: it imports torch's compiler
         os.chdir(directory)
 
 
 def _pickled(outcome: Outcome) -> bytes:
-    # The plain pickler: multiprocessing's own would send tensors as file descriptors of shared memory.
+    # Not multiprocessing's pickler, which sends tensors as file descriptors of shared memory.
     try:
         return pickle.dumps(outcome)
     except Exception as error:

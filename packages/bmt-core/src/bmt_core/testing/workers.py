@@ -1,4 +1,4 @@
-"""The parent's handles of the rank processes: one :class:`Worker` each, kept and replaced by :class:`Workers`."""
+"""``Workers``: the processes that run jobs, each controlled by a :class:`Worker` in the parent process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _EXIT_PATIENCE = 5.0
 
 
 class Workers:
-    """Idle rank processes, as many as were ever needed at once."""
+    """Rank processes that are kept between runs, as many as the largest run needed."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
 
     def take(self, count: int) -> list[Worker]:
-        """Return ``count`` workers that are alive and idle, and replace those that are not."""
+        """Return ``count`` workers that are alive and idle. Those that are not are replaced."""
         usable = []
         for worker in self._workers:
             if worker.is_usable():
@@ -30,7 +30,7 @@ class Workers:
                 worker.kill()
         new = [Worker() for _ in range(count - len(usable))]
         self._workers = usable + new
-        # A job's time must not go into importing torch.
+        # Before a job's time limit begins, because importing torch takes seconds.
         for worker in new:
             worker.wait_until_ready()
         return self._workers[:count]
@@ -43,7 +43,7 @@ class Workers:
 
 
 class Worker:
-    """One rank process and the job that it has."""
+    """A rank's process, seen from the parent, and its current job."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ class Worker:
             raise RuntimeError(message) from None
 
     def is_usable(self) -> bool:
-        """Whether a job can be given."""
+        """Whether the process is alive and idle."""
         return not self.is_busy and self._process.is_alive()
 
     @property
@@ -84,15 +84,15 @@ class Worker:
         return self._outcome is not None and self._outcome.failed
 
     def start(self, job: Job) -> None:
-        """Hand over ``job``."""
+        """Send ``job`` to the process."""
         self._rank, self._outcome, self.is_busy = job.rank, None, True
         try:
             self.connection.send_bytes(pickle.dumps(job))
         except BrokenPipeError:
-            pass  # The process has died: ``receive`` finds the end of the pipe and says so.
+            pass  # the process has died, which ``receive`` reports
 
     def receive(self) -> None:
-        """Take in the next message, or the end of the process."""
+        """Process the next message, or the end of the process."""
         try:
             message = self.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
@@ -113,12 +113,12 @@ class Worker:
             self._outcome = outcome
 
     def give_up(self, why: str) -> None:
-        """Kill the process, which did not finish, and note where it stood."""
+        """Kill the process, which did not finish in time, and record the stacks of its threads."""
         stacks = self.kill()
         self._fail("Hung", why, stacks)
 
     def kill(self) -> str:
-        """End the process, unless that was done before, and return what its threads were doing."""
+        """End the process, if it was not ended before, and return the stacks of its threads."""
         if self.connection.closed:
             return ""
         self._process.terminate()
@@ -132,7 +132,7 @@ class Worker:
         return stacks
 
     def _fail(self, error_type: str, message: str, traceback: str = "") -> None:
-        # What a rank failed of first is what the reader needs; a value that came before a failure is no success.
+        # The first failure counts, and a failure after a returned value (in cleaning up) counts too.
         if not self.has_failed:
             self._outcome = Outcome(rank=self._rank, error_type=error_type, error_message=message, traceback=traceback)
 

@@ -14,8 +14,7 @@ from torch.distributed import DistError, Store
 from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.comm.torch_backend import TorchBackend
-from bmt_core.run.start import StartTogether
-from bmt_core.settings import Launch
+from bmt_core.run.start_section import start_section
 from bmt_kernels.nccl.errors import NcclError
 from bmt_kernels.nccl.group import NcclGroup
 from bmt_kernels.nccl.herald import Herald
@@ -41,9 +40,9 @@ class NcclBackend(CommBackend):
 
     def __init__(self, context: CommContext) -> None:
         super().__init__(context)
-        launch = Launch(rank=context.rank, world_size=context.world_size, local_rank=context.local_rank)
-        # Left together before anything waits for other ranks: one that has no NCCL would never come.
-        with StartTogether(self.name, context.store, launch, context.timeout):
+        ranks = {"rank": context.rank, "world_size": context.world_size}
+        # Before anything waits for the other ranks: one that has no NCCL would never come.
+        with start_section(self.name, context.store, **ranks, timeout=context.timeout):
             self._library, self._engine = make_engine(context.device, context.timeout)
         self._herald = None if context.store is None else Herald(self._engine, context.store, context.rank)
         # Groups of the same ranks share it: on the host, collectives need no communicator of their own to run side by side.

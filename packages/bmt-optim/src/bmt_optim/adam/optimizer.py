@@ -50,9 +50,10 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several
     passes. States of both kinds, and logical states, whose masters are whole, load with either setting.
 
-    ``overlap_forward`` (CUDA): parameters of Blocks are updated on a stream of their own while the next forward pass begins; each
-    Block waits for its own update. Checkpoints, state dicts, ``data`` and ``gather()`` wait too; code that reads such a
-    parameter in another way before the next forward pass must call :meth:`wait` first.
+    ``overlap_forward`` (CUDA): parameters that bmt-zero gathers, inside of Blocks and outside, are updated on a stream of their
+    own while the next forward pass begins; each gather waits for the update of what it gathers. Checkpoints, state dicts, ``data``
+    and ``gather()`` wait too; code that reads such a parameter in another way before the next forward pass must call :meth:`wait`
+    first.
 
     ``step`` understands the attributes ``found_inf`` and ``grad_scale`` with which ``torch.amp.GradScaler`` skips and unscales
     on the device.

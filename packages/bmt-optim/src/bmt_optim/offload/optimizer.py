@@ -13,7 +13,7 @@ from bmt_core.ops import Kernels
 from bmt_core.params.owner import ReductionWatcher
 from bmt_core.run.lanes import Mark
 from bmt_optim.adam.optimizer import AdamOptimizer
-from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State
+from bmt_optim.adam.parameter_state import REMAINDER, State, master_or_remainder
 from bmt_optim.adam.update_plan import OwnerUpdates, UpdatePlan
 from bmt_optim.current_run import device_of, host_kernels
 from bmt_optim.offload import worker
@@ -31,15 +31,17 @@ CPU = torch.device("cpu")
 class AdamOffloadOptimizer(AdamOptimizer):
     """:class:`AdamOptimizer`, arguments and numbers, with masters and moments in page-locked host memory (CUDA).
 
-    The device keeps parameters and gradients only. Gradients of Blocks are copied to the host during the backward pass, when they
-    are reduced, and all others at the step, in chunks. A thread of the host steps one chunk while the next is copied: with the
-    compiled kernels of ``bmt-kernels`` if they are installed, on this rank's share of the cores, or on ``BMT_OFFLOAD_THREADS``
-    threads. The parameters of a Block are copied back when all of it is stepped. With ``overlap_forward``, :meth:`step` does not
-    wait for that: the next forward pass begins while later Blocks are stepped, each Block waits for its own update, and what
-    :class:`AdamOptimizer` says about reading parameters by hand holds.
+    The device keeps parameters and gradients only. Gradients that bmt-zero reduces, inside of Blocks and outside, are copied to the
+    host during the backward pass, when they are reduced, and all others at the step, in chunks. A thread of the host steps one
+    chunk while the next is copied: with the compiled kernels of ``bmt-kernels`` if they are installed, on this rank's share of the
+    cores, or on ``BMT_OFFLOAD_THREADS`` threads. Parameters that are gathered together, such as those of a Block, are copied back
+    when all of them are stepped. With ``overlap_forward``, :meth:`step` does not wait for that: the next forward pass begins while
+    later ones are stepped, each gather waits for the update of what it gathers, and what :class:`AdamOptimizer` says about reading
+    parameters by hand holds.
 
     Between backward and step, change gradients by operations on ``p.grad``, or by assigning it: torch counts these changes. It does
-    not count writes to ``p.grad.data``, by NumPy, or by collectives of ``torch.distributed``; in Blocks they are lost.
+    not count writes to ``p.grad.data``, by NumPy, or by collectives of ``torch.distributed``; such writes are lost where gradients
+    were copied during the backward pass.
 
     On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies.
 
@@ -277,9 +279,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
             super()._update(of_owner, divisor, skip)
             return
         updates = of_owner.updates
-        before = [
-            copied_masters(u.params, [state.get(REMAINDER, state.get(MASTER)) for state in u.states]) for u in updates
-        ]
+        before = [copied_masters(u.params, [master_or_remainder(state) for state in u.states]) for u in updates]
         super()._update(of_owner, divisor, skip)
         for u, masters in zip(updates, before, strict=True):
             means, squares = ([state[key] for state in u.states] for key in ("exp_avg", "exp_avg_sq"))

@@ -2,20 +2,24 @@
 
 The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard is stored whole, in the
 parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number); every other
-value is that of rank 0.
+value is that of the first rank that has the parameter, which is not rank 0 for a layer of a later pipeline stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from bmt_core.comm.objects import all_gather_object, broadcast_object, together
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object, broadcast_object
+from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
+from bmt_core.params.own_parameters import first_holders, group_of_owners, own_axes
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
 
@@ -33,7 +37,7 @@ def load_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Take over what :func:`logical_state` returned. Collective."""
-    with together(world(), "loading the optimizer state"):
+    with collective_section(world(), "loading the optimizer state"):
         found = [len(groups) for groups in state["groups"]]
         expected = [len(optimizer.param_groups) for optimizer in optimizers]
         if found != expected:
@@ -48,19 +52,23 @@ def load_logical_state(
 
 def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> State:
     """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective."""
-    parameters = _managed_parameters(optimizers, named_parameters)
+    with collective_section(world(), "gathering the optimizer state"):
+        parameters = _managed_parameters(optimizers, named_parameters)
+    owners = group_of_owners([parameter.p for parameter in parameters.values()])
     is_first = world().rank == 0
     whole: State = {}
-    for name, infos in _agree_on_values(parameters).items():
-        parameter = parameters[name]
-        state = parameter.state
+    for name, agreed in _agree(parameters).items():
+        parameter = parameters.get(name)
+        state = {} if parameter is None else parameter.state
         entry: dict[str, Any] = {}
-        for key, info in infos.items():
-            if info.is_sharded:
+        for key, info in agreed.values.items():
+            found = state.get(key) if info.small is None else info.small
+            if info.is_sharded and parameter is not None:
                 empty = torch.empty(0, dtype=info.dtype, device=parameter.p.device)
-                found: Any = parameter.whole(state.get(key, empty))
-            else:
-                found = state.get(key) if info.small is None else info.small
+                found = parameter.whole(state.get(key, empty))
+            if info.is_large and agreed.holder != 0 and 0 in owners.ranks:
+                shape = agreed.shape if info.is_sharded else info.shape
+                found = _broadcast(found, shape, info.dtype, owners, owners.ranks.index(agreed.holder))
             if is_first:
                 entry[key] = _to_host(found)
         whole[name] = entry
@@ -73,8 +81,9 @@ def scatter(
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective."""
-    parameters = _managed_parameters(optimizers, named_parameters)
     group = world()
+    with collective_section(group, "loading the optimizer state"):
+        parameters = _managed_parameters(optimizers, named_parameters)
     given = all_gather_object(bool(state) or not parameters, group)
     is_on_all_ranks = all(given)
     if not given[0]:  # which every rank sees
@@ -84,19 +93,20 @@ def scatter(
     }
     if not is_on_all_ranks:
         infos = broadcast_object(infos, group)
-    with together(group, "loading the optimizer state"):
+    with collective_section(group, "loading the optimizer state"):
         _check(parameters, infos)
-    for name, parameter in parameters.items():
+    for name in infos:  # also of parameters that only others have: all ranks broadcast in one order
+        parameter = parameters.get(name)
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
-            if info.shape is None or (info.small is not None and info.shape != parameter.shape):
-                new[key] = parameter.number(key, info.small)
-            elif is_on_all_ranks:
-                new[key] = parameter.part(state[name][key])
-            else:
-                source = state[name][key] if group.rank == 0 else None
-                new[key] = parameter.part(_broadcast(info, source, parameter.p.device))
-        parameter.optimizer.load_portable_state(parameter.p, new)
+            value: Any = state.get(name, {}).get(key) if info.is_large else info.small
+            if info.is_large and not is_on_all_ranks:
+                value = _broadcast(value, info.shape, info.dtype, group, 0)
+            if parameter is not None:
+                is_number = info.shape is None or (not info.is_large and info.shape != parameter.shape)
+                new[key] = parameter.number(key, value) if is_number else parameter.part(value)
+        if parameter is not None:
+            parameter.optimizer.load_portable_state(parameter.p, new)
 
 
 @dataclass(frozen=True)
@@ -186,28 +196,47 @@ class _ValueInfo:
         small = value.detach().cpu() if value.numel() == 1 and not is_sharded else None
         return cls(value.shape, value.dtype, is_sharded, small)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the value is a tensor that does not travel along."""
+        return self.shape is not None and self.small is None
 
-def _agree_on_values(parameters: Mapping[str, _ManagedParameter]) -> dict[str, dict[str, _ValueInfo]]:
-    """Return for every name what its state consists of, the same on all ranks, in the order of rank 0. Collective.
+
+@dataclass(frozen=True)
+class _StateInfo:
+    """What a rank tells the others about one parameter: its whole shape, the axes along which it is its own, its state."""
+
+    shape: torch.Size
+    own_axes: frozenset[str]
+    values: dict[str, _ValueInfo]
+    holder: int = 0
+    """The first rank that has the parameter, once all have told."""
+
+
+def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]:
+    """Return for every name of the whole model what there is of it, the same on all ranks. Collective.
 
     A rank whose shard is empty may have no state; what is laid out like the shard is so on every rank that has it.
+    Raises :class:`CheckpointError` on every rank if optimizers have different parameters where they should have the same.
     """
     own = {
-        name: {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()}
+        name: _StateInfo(
+            parameter.shape,
+            own_axes([parameter.p]),
+            {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()},
+        )
         for name, parameter in parameters.items()
     }
-    reports = all_gather_object(own, world())
-    for rank, report in enumerate(reports):
-        if report.keys() != own.keys():
-            odd = sorted(report.keys() ^ own.keys())[0]
-            raise CheckpointError(f"Parameter {odd!r} is in an optimizer of this rank or of rank {rank}, not of both.")
-    agreed: dict[str, dict[str, _ValueInfo]] = {name: {} for name in reports[0]}
-    for report in reports:
-        for name, infos in report.items():
-            for key, info in infos.items():
-                first = agreed[name].setdefault(key, info)
-                if first.is_sharded and not info.is_sharded:
-                    agreed[name][key] = info
+    reports: list[dict[str, _StateInfo]] = all_gather_object(own, world())
+    axes = [{name: info.own_axes for name, info in report.items()} for report in reports]
+    agreed = {}
+    for name, holder in first_holders(world().ranks, [list(report) for report in reports], axes).items():
+        values: dict[str, _ValueInfo] = {}
+        for report in reports:
+            for key, info in report[name].values.items() if name in report else ():
+                if key not in values or (values[key].is_sharded and not info.is_sharded):
+                    values[key] = info
+        agreed[name] = replace(reports[holder][name], holder=holder, values=values)
     return agreed
 
 
@@ -227,13 +256,15 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
                 )
 
 
-def _broadcast(info: _ValueInfo, source: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    assert info.shape is not None
-    buffer = torch.empty(info.shape, dtype=info.dtype, device=device)
-    if world().rank == 0:
+def _broadcast(
+    source: torch.Tensor | None, shape: torch.Size | None, dtype: torch.dtype | None, group: Group, src: int
+) -> torch.Tensor:
+    assert shape is not None
+    buffer = torch.empty(shape, dtype=dtype, device=current().device)
+    if group.rank == src:
         assert source is not None
         buffer.copy_(source)
-    world().broadcast(buffer).wait()
+    group.broadcast(buffer, src).wait()
     return buffer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -17,6 +18,8 @@ from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.schedule.sharded_block import ShardedBlock
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.sharding.parameter_slots import ParameterSlots, WholeParameters
+
+_numbers = itertools.count()
 
 
 class Phase(Enum):
@@ -36,6 +39,7 @@ class BlockCall:
     """
 
     def __init__(self, block: ShardedBlock, use: BlockUse) -> None:
+        self.number = next(_numbers)
         self.block = block
         self.use = use
         self.groups = list(block.groups)
@@ -44,6 +48,7 @@ class BlockCall:
         self.writes_directly = True
         self.recomputation: weakref.ref[LayerRecomputation] | None = None
         self.input_hook: RemovableHandle | None = None
+        self._is_holding = False  # what runs: the call's forward or backward
         self._pass = -1  # the backward pass whose end is waited for
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
@@ -67,6 +72,8 @@ class BlockCall:
     def begin_forward(self) -> None:
         """Have the parameters gathered. Collective."""
         self.phase = Phase.FORWARD
+        if self.use.first_forward:
+            self.block.awaited_calls.clear()  # what a schedule before this one has left, and no rank runs backward
         self._acquire(looks=self.use.first_forward)
         self._versions = [group.data.number for group in self.groups]
         self._trains = [[parameter.requires_grad for parameter in group.group.parameters] for group in self.groups]
@@ -77,9 +84,12 @@ class BlockCall:
         if succeeded:
             self.block.keep_gathered(self.groups, until_next=not self.use.last_forward)
             if backward_follows and not self.use.first_backward:
-                self.block.awaited_calls.add(id(self))
-        if not backward_follows or 3 in [group.level for group in self.groups]:
-            self._let_go()
+                self.block.awaited_calls.add(self.number)
+        if backward_follows and self.block.level < 3:
+            self.block.run.calls_at_rest[self.number] = self.groups
+            for group in self.groups:
+                group.buffer.hold_at_rest()
+        self._let_go()
 
     def begin_backward(self) -> None:
         """Have the parameters gathered again, with the values that forward saw, and in the modules. Collective."""
@@ -96,6 +106,9 @@ class BlockCall:
                 " Run backward before the optimizer's step, or run forward again."
             )
         self.phase = Phase.BACKWARD
+        if self.number in self.block.run.calls_at_rest:
+            for group in self.groups:
+                group.buffer.take_kept()
         self._acquire(looks=False)
         self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
@@ -150,24 +163,27 @@ class BlockCall:
 
     def _end_backward(self) -> None:
         self._full.clear()
-        self.block.awaited_calls.discard(id(self))
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
+            self.block.awaited_calls.discard(self.number)
             self.block.keep_gathered(
                 self.groups, until_next=not self.use.last_backward and bool(self.block.awaited_calls)
             )
+        if self.block.run.calls_at_rest.pop(self.number, None) is not None:
+            for group in self.groups:
+                group.release_at_rest()
         self._let_go()
 
     def _let_go(self) -> None:
         if self._whole is not None:
             (slots, whole), self._whole = self._whole, None
             slots.take_out(whole)
-        if self.block.run.held_by_calls.pop(id(self), None) is not None:
+        if self._is_holding:
+            self._is_holding = False
             for group in self.groups:
                 group.release()
 
     def _acquire(self, *, looks: bool) -> None:
-        was_held = id(self) in self.block.run.held_by_calls
         held: list[ShardedGroup] = []
         try:
             for group in self.groups:
@@ -184,10 +200,7 @@ class BlockCall:
                 group.release()
             self.phase = Phase.REST
             raise
-        self.block.run.held_by_calls[id(self)] = self.groups
-        if was_held:
-            for group in self.groups:
-                group.release()
+        self._is_holding = True
 
     def _full_gradients(self, number: int) -> FullGradients:
         if number not in self._full:

@@ -86,10 +86,9 @@ class BlockEngine:
         block = self.block
         parameters = block.parameters()
         foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in block.slots.foreign}
-        if not torch.is_grad_enabled():
-            return None, WholeParameters([view.detach() for group in call.groups for view in group.views()], foreign)
-        call.foreign = {key: full.detach() for key, full in foreign.items()}
-        if True not in [parameter.requires_grad for parameter in parameters]:
+        if torch.is_grad_enabled():
+            call.foreign = {key: full.detach() for key, full in foreign.items()}
+        if not torch.is_grad_enabled() or True not in [parameter.requires_grad for parameter in parameters]:
             return None, WholeParameters([view.detach() for group in call.groups for view in group.views()], foreign)
         if self._leaf is None:
             with torch.inference_mode(False):

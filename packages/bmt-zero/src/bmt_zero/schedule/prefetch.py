@@ -34,9 +34,8 @@ class Prefetched(Protocol):
     preceding: int | None
     """The block whose forward ran before this one's."""
 
-    @property
-    def bytes_to_gather(self) -> int:
-        """How much memory gathering its parameters would take now."""
+    def bytes_to_gather(self, *, is_backward: bool) -> int:
+        """How much memory gathering its parameters for the next forward or backward would take now."""
 
     def gather_ahead(self, *, is_backward: bool) -> bool:
         """Start to gather the parameters for the next forward or backward, and keep them; False: not now. Collective."""
@@ -104,7 +103,7 @@ class Prefetch:
         ahead: list[int] = []
         spent = 0
         for block, is_backward in self._expected():
-            size = 0 if block is current or block.number in ahead else block.bytes_to_gather
+            size = 0 if block is current or block.number in ahead else block.bytes_to_gather(is_backward=is_backward)
             if spent and size and (self._budget is None or spent + size > self._budget):
                 break
             if not block.gather_ahead(is_backward=is_backward):

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bmt_core.errors import BmtError
-from bmt_core.modules.outermost_call import forward_scope
+from bmt_core.modules.outermost_call import module_call
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import when_backward_ends
 from bmt_zero.hugging_face import with_own_caches
@@ -116,7 +116,7 @@ class Recomputation:
                 torch.enable_grad(),
                 self._modes.restored(),
                 self._random.repeated(),
-                forward_scope(own_random=False),
+                module_call(own_random=False),
                 self._buffers.restored(),
             ):
                 self._compute(*(with_own_caches(self._before) if self._has_caches else self._inputs))

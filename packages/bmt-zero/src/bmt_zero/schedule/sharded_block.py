@@ -20,7 +20,6 @@ from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.schedule.zero_run import ZeroRun, zero_run
 from bmt_zero.sharding.parameter_group import ParameterGroup
 from bmt_zero.sharding.parameter_slots import ParameterSlots, Slot, WholeParameters
-from bmt_zero.sharding.unsharded_buffer import BufferState
 
 _numbers = itertools.count()
 
@@ -50,7 +49,7 @@ class ShardedBlock:
         self._ahead: list[ShardedGroup] = []  # held for the next call, which is expected
         self._between_calls: list[ShardedGroup] = []  # held between the calls of a schedule
         self.awaited_calls: set[int] = set()
-        """The ids of calls whose backward is to run with what the backward of another call has gathered."""
+        """The numbers of calls whose backward is to run with what the backward of another call has gathered."""
 
     def __del__(self) -> None:
         for group in self.groups:
@@ -116,17 +115,18 @@ class ShardedBlock:
         for group in before:
             group.release()
 
-    @property
-    def bytes_to_gather(self) -> int:
+    def bytes_to_gather(self, *, is_backward: bool) -> int:
         """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        if is_backward and self.level < 3:
+            return 0
         return sum([group.bytes_to_gather(group in self._ahead) for group in self.groups])
 
     def gather_ahead(self, *, is_backward: bool) -> bool:
         """See :class:`bmt_zero.schedule.prefetch.Prefetched`. Collective."""
         if not self.groups or True in [group.data.is_memory_replaced for group in self.groups]:
             return False
-        if is_backward and True in [group.buffer.state is BufferState.OUTDATED for group in self.groups]:
-            return False  # reduced in this pass already: an optimizer is about to change the values
+        if is_backward and self.level < 3:
+            return True  # the parameters have stayed since forward
         for group in self.groups:
             if not group.buffer.is_available:
                 group.look_for_changes()

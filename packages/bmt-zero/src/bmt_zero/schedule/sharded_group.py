@@ -101,6 +101,11 @@ class ShardedGroup:
         self.buffer.release()
         self.free_unless_held()
 
+    def release_at_rest(self) -> None:
+        """Undo the hold of a call at rest; the last one frees the buffer at levels 2 and 3."""
+        self.buffer.release_at_rest()
+        self.free_unless_held()
+
     def free_unless_held(self) -> None:
         """Free the buffer at levels 2 and 3 when nobody holds it."""
         if self.level >= 2:

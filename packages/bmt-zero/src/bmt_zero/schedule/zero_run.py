@@ -43,8 +43,8 @@ class ZeroRun:
         """The groups of the blocks whose forward runs."""
         self.calls_in_pass: dict[EndedCall, None] = {}
         """Calls that take part in a backward pass that has not ended."""
-        self.held_by_calls: dict[int, list[ShardedGroup]] = {}
-        """The groups whose buffers calls hold, by the ids of the calls."""
+        self.calls_at_rest: dict[int, list[ShardedGroup]] = {}
+        """The groups whose buffers calls keep between forward and backward, by the numbers of the calls."""
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -56,17 +56,17 @@ class ZeroRun:
     def end_failed_passes(self) -> None:
         """Let go what backward passes hold that failed. Called where something new begins, at the same point on every rank.
 
-        When torch lets go of the graph of a failed pass is not: on GPUs another thread may do so, at any time. What is held decides
-        about gathers. So nothing stays held, by calls of other graphs neither, and everything is gathered anew.
+        When torch lets go of the graph of a failed pass is not: on GPUs another thread may do so, at any time. So nothing stays
+        held, by calls of other graphs neither, and everything is gathered anew.
         """
         if self.calls_in_pass and backward_pass() == -1:
             for call in list(self.calls_in_pass):
                 call.end()
             self.calls_in_pass.clear()
-            while self.held_by_calls:
-                _, groups = self.held_by_calls.popitem()
+            while self.calls_at_rest:
+                _, groups = self.calls_at_rest.popitem()
                 for group in groups:
-                    group.release()
+                    group.release_at_rest()
             self.prefetch.forget_gathered()
 
     def _call_begins(self, module: nn.Module) -> CallEnd:

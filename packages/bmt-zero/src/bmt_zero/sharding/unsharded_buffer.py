@@ -5,6 +5,11 @@ views of weights. They neither pin the memory nor dangle, because the buffer is 
 view that is read while the buffer is freed has no memory: see :mod:`bmt_zero.schedule.saved_tensors`. Gathers write through a
 tensor with a version counter of its own: filling the buffer again with the same values is no modification that autograd
 should complain about.
+
+[Note: calls at rest] At level 2 a call whose forward is over keeps the memory until its backward, since autograd saved views of
+it. Ranks need not agree on what such calls there are: one rank may keep an output, and with it the graph, that others have
+dropped. So they keep the memory and decide about no gather: what only they keep is KEPT, and whoever comes next gathers into
+it again. The backward of such a call, which runs on all ranks or on none, finds it as it was.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ class BufferState(Enum):
     """Memory with values from before an update."""
     IN_FLIGHT = auto()
     """A gather is under way that the computation has not waited for."""
+    KEPT = auto()
+    """The whole parameters, or a gather of them, which nobody holds but calls at rest: see [Note: calls at rest]."""
     READY = auto()
     """The whole parameters."""
 
@@ -35,13 +42,15 @@ class BufferState(Enum):
 class UnshardedBuffer:
     """The whole parameters of ``group``, filled by gathers in ``lane`` and freed when nobody holds them.
 
-    ``holders`` counts those who need it. A replicated group's buffer is its shard: always READY, never freed.
+    ``holders`` counts those who need it, apart from calls at rest: see [Note: calls at rest]. A replicated group's buffer is its
+    shard: always READY, never freed.
     """
 
     def __init__(self, group: ParameterGroup, lane: Lane) -> None:
         self._group = group
         self._lane = lane
         self.holders = 0
+        self._calls_at_rest = 0
         self._arrival: Mark | None = None
         self._read_until: Mark | None = None  # when the computation has read what a gather is about to overwrite
         if group.is_replicated:
@@ -80,7 +89,7 @@ class UnshardedBuffer:
 
     def mark_outdated(self) -> None:
         """Say that the shards were changed since the last gather."""
-        if self.is_available and not self._group.is_replicated:
+        if (self.is_available or self.state is BufferState.KEPT) and not self._group.is_replicated:
             if self._arrival is not None:
                 self._lane.after(self._arrival)
                 self._arrival = None
@@ -96,9 +105,28 @@ class UnshardedBuffer:
         self.holders -= 1
         assert self.holders >= 0
 
+    def hold_at_rest(self) -> None:
+        """Keep the memory for a call at rest until :meth:`release_at_rest`."""
+        self._calls_at_rest += 1
+
+    def release_at_rest(self) -> None:
+        """Undo one :meth:`hold_at_rest`."""
+        self._calls_at_rest -= 1
+        assert self._calls_at_rest >= 0
+
+    def take_kept(self) -> None:
+        """Make what is KEPT available, for the backward of a call that has kept it."""
+        if self.state is BufferState.KEPT:
+            self.state = BufferState.READY if self._arrival is None else BufferState.IN_FLIGHT
+
     def free_unless_held(self) -> None:
         """Free the memory if nobody holds it."""
         if self.holders or self.state is BufferState.FREED or self._group.is_replicated:
+            return
+        if self._calls_at_rest:
+            if self.is_available:
+                self.state = BufferState.KEPT
+                self._read_until = self._lane.here()
             return
         if self._arrival is not None:
             self._lane.after(self._arrival)

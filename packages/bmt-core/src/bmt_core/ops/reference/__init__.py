@@ -1,7 +1,6 @@
-"""The operations in plain torch: what every kernel must compute, the fallback, and the oracle of tests.
+"""The operations in plain torch: the specification of every kernel, the fallback, and what tests compare kernels with.
 
-No function here reads a value on the host: what decides (a clip coefficient, an overflow flag) stays on the device, as a
-tensor with one element.
+No function here reads a value on the host. A clip coefficient or an overflow flag is a tensor with one element.
 """
 
 from bmt_core.ops.reference.adam import adam_step

@@ -12,9 +12,9 @@ from bmt_core.ops.remainder import DTYPE as REMAINDER
 from bmt_core.ops.remainder import read_master, write_master
 from bmt_core.torch_internals import fused_adam_, fused_adamw_
 
-# Bounds the float32 temporaries to 256 MiB, however large the shard: a gradient and a denominator per element, and two more
-# numbers where a master is put together and taken apart. One bound for all: how torch's fused kernels round depends on the
-# length of what they are given.
+# Elements updated at once: limits the float32 temporaries to 256 MiB for any shard (a gradient and a denominator per element,
+# and two more numbers for a master in two parts). The same limit for every kind of master, because how torch's fused kernels
+# round depends on the length of their inputs.
 MAX_ELEMENTS = 1 << 24
 
 
@@ -62,8 +62,8 @@ def adam_step(
         update = _update_compact if _is_compact(rows[0]) else _update_whole
         update(rows, settings)
     if not hold:
-        # Whether a parameter was written is seen by its version: fused kernels do not count it everywhere, and it must be seen
-        # on ranks that hold no element of it too.
+        # Others recognise by its version that a parameter was written. Fused kernels do not always increment it, and ranks that
+        # hold no element of the parameter write nothing.
         torch.autograd.graph.increment_version(params)
 
 
@@ -98,8 +98,9 @@ def _is_compact(row: _Row) -> bool:
 
 
 def _update_compact(rows: Sequence[_Row], s: _Settings) -> None:
-    """Put the masters together, update them like any float32 parameter, and take them apart."""
-    whole = [replace(row, param=_whole_master(row), master=None) for row in rows]
+    """Read the masters, update them like float32 parameters, and write them back in two parts."""
+    masters = [read_master(row.param, row.master) for row in rows if row.master is not None]
+    whole = [replace(row, param=master, master=None) for row, master in zip(rows, masters, strict=True)]
     _update_whole(whole, s)
     if s.hold:
         return
@@ -108,18 +109,13 @@ def _update_compact(rows: Sequence[_Row], s: _Settings) -> None:
         write_master(updated.param, row.param, row.master)
 
 
-def _whole_master(row: _Row) -> torch.Tensor:
-    assert row.master is not None
-    return read_master(row.param, row.master)
-
-
 def _update_whole(rows: Sequence[_Row], s: _Settings) -> None:
     update = _update_fused if rows[0].param.is_cuda and _has_one_layout(rows[0]) else _update
     update(rows, s)
 
 
 def _has_one_layout(row: _Row) -> bool:
-    """Whether the tensors of ``row`` lie alike in memory, without gaps, as torch's fused kernels want it."""
+    """Whether all tensors of ``row`` have the same strides, without gaps, as torch's fused kernels need."""
     if not _is_dense(row.param):
         return False
     others = [tensor for tensor in (row.grad, row.exp_avg, row.exp_avg_sq, row.master) if tensor is not None]
@@ -142,8 +138,8 @@ def _update(rows: Sequence[_Row], s: _Settings) -> None:
         torch._foreach_lerp_(means, grads, 1 - s.beta1)
         torch._foreach_mul_(squares, s.beta2)
     else:
-        # Skipping is made of neutral factors, because a copy to restore from would double the memory: with g = 0,
-        # m + 0 * (g - m), 1 * v + g * g and p + m / inf change nothing.
+        # Where the step is skipped, factors make the same operations change nothing, because a copy to restore from would
+        # double the memory: g = 0, m + 0 * (g - m), 1 * v + g * g and p + m / inf.
         grads = [grad.masked_fill(skip, 0) for grad in grads]
         torch._foreach_lerp_(means, grads, [_unless(skip, 1 - s.beta1, 0.0, means[0])] * len(means))
         torch._foreach_mul_(squares, _unless(skip, s.beta2, 1.0, squares[0]))
@@ -155,7 +151,7 @@ def _update(rows: Sequence[_Row], s: _Settings) -> None:
         kept = 1 - s.lr * s.weight_decay
         torch._foreach_mul_(weights, kept if skip is None else _unless(skip, kept, 1.0, weights[0]))
     denominators = torch._foreach_sqrt(squares)
-    # One scalar per tensor, although all are equal: for one scalar CUDA multiplies by its reciprocal, and torch.optim does not.
+    # A list of equal scalars: with one scalar CUDA multiplies by its reciprocal, which torch.optim does not do.
     torch._foreach_div_(denominators, [(1 - s.beta2**s.step) ** 0.5] * len(denominators))
     if skip is None:
         torch._foreach_add_(denominators, s.eps)
@@ -195,7 +191,7 @@ def _weight(row: _Row) -> torch.Tensor:
 
 
 def _gradients(rows: Sequence[_Row], s: _Settings) -> list[torch.Tensor]:
-    """The gradients in the dtype of the moments, unscaled and clipped; the given tensors where nothing is to be done."""
+    """Return the gradients in the dtype of the moments, clipped and divided by the scale; not copied if nothing changes."""
     grads = [row.grad for row in rows]
     if any(row.grad.dtype != row.exp_avg.dtype for row in rows):
         given, grads = grads, [torch.empty_like(row.exp_avg) for row in rows]
@@ -214,7 +210,7 @@ def _unless(skip: torch.Tensor, value: float, neutral: float, like: torch.Tensor
 
 
 def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
-    """Cut long flat shards into slices; yield rows of one dtype and one kind of master, of a bounded number of elements."""
+    """Yield lists of rows with equal dtypes and layouts and at most MAX_ELEMENTS elements; longer flat shards are cut."""
     groups: dict[tuple[torch.dtype, torch.dtype | None, bool], list[_Row]] = {}
     for column in zip(*columns, strict=True):
         row = _Row(*column)

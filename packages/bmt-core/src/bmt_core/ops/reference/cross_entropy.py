@@ -1,4 +1,4 @@
-"""Cross entropy over the rows of a matrix of logits, never holding more than some rows of it in float32."""
+"""Cross entropy of the rows of a matrix of logits, with no more than some rows in float32 at a time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-# Float32 elements per temporary: on the CPU what stays in its cache, elsewhere enough to fill the device.
+# Float32 elements per temporary tensor: on the CPU so many as its cache holds, elsewhere enough to occupy the device.
 MAX_ELEMENTS = {"cpu": 1 << 18}
 MAX_ELEMENTS_ELSEWHERE = 1 << 25
-# For half types, at most this fraction of the rows, so that even a small matrix is never whole in float32.
+# For half types at least this many chunks, so that even a small matrix is never in float32 as a whole.
 MIN_CHUNKS = 8
 
 
@@ -23,14 +23,14 @@ def cross_entropy_forward(
     weight: torch.Tensor | None = None,
     with_sum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return per row (N,), in float32 (float64 for float64 logits), what the loss is made of.
+    """Return for each row (N,) the numbers that make up the loss, in float32 (float64 for float64 logits).
 
     ``logits`` (N, C), of any strides, are the classes ``first_class`` to ``first_class + C - 1``; ``target`` (N,) is int64. With
     log p = log softmax of the row, over the classes given::
 
         row_max           the largest logit
         log_sum           log of the sum over c of exp(x_c - row_max); -inf where row_max is
-        target_log_prob   log p of the target, and 0 where that is not among these classes: no memory is touched for it
+        target_log_prob   log p of the target; 0 if it is not one of these classes (no memory is read for it)
         log_prob_sum      sum over c of weight_c * log p_c, with weight 1 if None (C,); None unless ``with_sum``
     """
     dtype = computation_dtype(logits.dtype)
@@ -63,15 +63,16 @@ def cross_entropy_backward(
     first_class: int = 0,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the gradient of the logits, in their dtype and layout; nothing given is overwritten.
+    """Return the gradient of the logits, in their dtype and layout. No argument is overwritten.
 
     With p = softmax of the row over the classes given, and one coefficient per row (N,)::
 
         gradient_c = total * p_c - hit * [c is the target] - spread * weight_c
 
-    ``row_max`` and ``log_sum`` are those of the forward pass, p_c = exp(x_c - row_max - log_sum), and save a pass over the logits.
+    ``row_max`` and ``log_sum`` are those of the forward pass: with p_c = exp(x_c - row_max - log_sum) one pass over the logits
+    suffices.
     """
-    del log_sum  # torch's softmax finds it again in the one pass that it makes
+    del log_sum  # torch's softmax computes it again
     grad = torch.empty_like(logits)
     column, is_here = _columns(target, first_class, logits.shape[1])
     at_target = hit.neg().masked_fill_(~is_here, 0).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What is done to all gradients of a step at once: check, norm, scale, clear."""
+"""Operations on lists of gradients: check for infinities and NaN, sum of powers for a norm, scale, clear."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def has_non_finite(tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
     if flag.is_floating_point() or flag.is_complex():
         raise TypeError(f"flag must be of dtype torch.uint8, or another that | takes, not {flag.dtype}.")
     for group in _alike(tensors):
-        # The largest magnitude is exact in every dtype, unlike a sum of squares, and NaN survives it.
+        # The largest magnitude does not overflow as a sum of squares would, and is NaN if any element is.
         largest = torch.stack(torch._foreach_norm(group, math.inf))
         bad = ~torch.isfinite(largest).all()
         flag |= bad.to(device=flag.device, dtype=flag.dtype, non_blocking=True)
@@ -60,7 +60,7 @@ def zero_if_(tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
 
 
 def _alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    # torch's foreach functions launch one kernel only for tensors of one dtype and device; an empty tensor has no largest element.
+    # By dtype and device, because torch's foreach functions are fast only then; without empty tensors, which have no maximum.
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

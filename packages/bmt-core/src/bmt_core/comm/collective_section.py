@@ -1,0 +1,35 @@
+"""``collective_section``: code that either succeeds on every rank of a group or raises on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.comm.protocols import Group
+from bmt_core.errors import BmtError, RemoteError
+
+
+@contextmanager
+def collective_section(group: Group, what: str) -> Iterator[None]:
+    """If the body of the ``with`` statement raises on one rank of ``group``, raise on all of them. Collective at its end.
+
+    A rank whose body failed raises its own error. The others raise one that names that rank and ``what``: of the same class
+    if it is one of bmt's errors, otherwise :class:`RemoteError`. The body must not call a collective after a point where a
+    single rank can fail.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    kind = type(failure) if isinstance(failure, BmtError) else None
+    report = None if failure is None else (kind, type(failure).__name__, str(failure))
+    reports = all_gather_object(report, group)
+    if failure is not None:
+        raise failure
+    for rank, found in zip(group.ranks, reports, strict=True):
+        if found is not None:
+            kind, name, message = found
+            where = f"Rank {rank} failed in {what}: "
+            raise RemoteError(f"{where}{name}: {message}") if kind is None else kind(where + message)
