@@ -10,7 +10,7 @@ from torch import nn
 from tp_models import VOCABULARY, Net, fill, gradients_of, tp
 
 from bmt_core.loss import FusedCrossEntropy
-from bmt_core.run.collectives import all_reduce
+from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
@@ -111,3 +111,25 @@ def check(
         compare(found, wanted, tolerance)
         for name, value in found[2].items():  # what is replicated is bit-identical
             assert torch.equal(value, results[0][2][name]), name
+
+
+def step(model: nn.Module, manager: OptimManager) -> None:
+    """One step on the first batch."""
+    index, size = tp()
+    ids, targets = (part[0].to(current().device) for part in text(2))
+    manager.zero_grad()
+    logits = model(ids.t().chunk(size)[index])
+    manager.backward(FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), targets.flatten()))
+    manager.step()
+
+
+def hundred_steps() -> list[torch.Tensor]:
+    """The values that each rank holds of what is replicated, stacked, after as many steps."""
+    model = Net(torch.bfloat16, layers=1, wrap=Block)
+    model.load_state_dict({name: value.bfloat16() for name, value in fill(model).items()})
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.01))
+    for _ in range(100):
+        step(model, manager)
+    shared = [p for n, p in model.named_parameters() if "norm" in n or n.endswith("out.bias")]
+    return [all_gather(p.gather()) for p in shared]  # type: ignore[operator]

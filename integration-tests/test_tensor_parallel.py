@@ -8,14 +8,12 @@ from pathlib import Path
 import bmt_recording
 import pytest
 import torch
-from tensor_trainings import GRIDS, SEQUENCE, SETTINGS, check, text
+from tensor_trainings import GRIDS, SEQUENCE, SETTINGS, check, hundred_steps, step
 from torch import nn
 from tp_models import Net, fill, tp
 
 import bmt_core
 from bmt_core.errors import ConfigError
-from bmt_core.loss import FusedCrossEntropy
-from bmt_core.run.collectives import all_gather
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
@@ -113,15 +111,6 @@ def trained_and_saved(path: str) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def step(model: nn.Module, manager: OptimManager) -> None:
-    index, size = tp()
-    ids, targets = (part[0].to(current().device) for part in text(2))
-    manager.zero_grad()
-    logits = model(ids.t().chunk(size)[index])
-    manager.backward(FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), targets.flatten()))
-    manager.step()
-
-
 def loaded_and_trained(path: str) -> dict[str, torch.Tensor]:
     model = Net(torch.float32, wrap=Block)
     bmt_core.load(model, path)
@@ -176,17 +165,6 @@ def test_dropout_differs_between_parts_and_repeats_in_recomputation() -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert not torch.equal(kept[0][0], kept[1][0])  # rows of one value differ by their dropout alone
     assert torch.equal(kept[0][2], kept[1][2])  # afterwards the ranks draw alike again
-
-
-def hundred_steps() -> list[torch.Tensor]:
-    model = Net(torch.bfloat16, layers=1, wrap=Block)
-    model.load_state_dict({name: value.bfloat16() for name, value in fill(model).items()})
-    manager = OptimManager()
-    manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.01))
-    for _ in range(100):
-        step(model, manager)
-    shared = [p for n, p in model.named_parameters() if "norm" in n or n.endswith("out.bias")]
-    return [all_gather(p.gather()) for p in shared]  # type: ignore[operator]
 
 
 def test_what_is_replicated_stays_bit_identical_for_a_hundred_steps() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from delays import PLACES, Where, delayed
-from tensor_trainings import GRIDS, Record, check, sharded
-from test_tensor_parallel import hundred_steps
+from tensor_trainings import GRIDS, Record, check, hundred_steps, sharded
 
 from bmt_core.testing import run_ranks
 

@@ -62,64 +62,47 @@ class GatheredRows:
         return output.flatten(0, 1)
 
 
-class SummedRows:
-    """For each rank, the sum over the ranks of what they compute for its rows, as it is computed and sent. Collective.
-
-    ``compute(first, end, out)`` writes rows ``first`` to ``end`` of all W * rows into ``out``. The sum is formed in float32
-    and rounded once. Volume: each rank sends (W - 1) * rows.
-    """
-
-    def __init__(
-        self,
-        compute: Callable[[int, int, torch.Tensor], None],
-        like: torch.Tensor,
-        shape: tuple[int, int],
-        group: Group,
-        lane: Lane,
-        chunks: int | None = 1,
-    ) -> None:
-        total, width = shape
-        rows = total // group.size
-        self._parts = torch.empty((group.size, rows, width), dtype=like.dtype, device=like.device)
-        self._sent = torch.empty((group.size - 1, rows, width), dtype=like.dtype, device=like.device)
-        self._arrivals: list[Mark] = []
-        twin = lane.group(group)
-        for to, source, part in _pieces(group, rows, chunks):
-            outgoing = self._sent[(to - group.rank) % group.size - 1][part]
-            compute(to * rows + part.start, to * rows + part.stop, outgoing)
-            lane.after(lane.here())
-            self._arrivals.append(lane.run(_exchange(twin, outgoing, to, self._parts[source][part], source)))
-        compute(group.rank * rows, (group.rank + 1) * rows, self._parts[group.rank])
-
-    def wait(self) -> torch.Tensor:
-        """Return the sums for this rank's rows, (rows, width)."""
-        for arrival in self._arrivals:
-            arrival.wait()
-        return self._parts.sum(0)
-
-
-def product_with_gathered(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, lane: Lane, chunks: int | None
-) -> torch.Tensor:
-    """Return ``x weightᵀ + bias`` of the rows (rows, in) of all ranks: (W * rows, out). Collective."""
-    return GatheredRows(rows, group, lane, chunks).times(weight, bias)
-
-
 def summed_product(
-    input: torch.Tensor, weight: torch.Tensor, group: Group, lane: Lane, chunks: int | None
-) -> SummedRows:
-    """Start the sum over the ranks of ``input weightᵀ``, (W * rows, in) to each rank's (rows, out). Collective."""
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    lane: Lane,
+    chunks: int | None,
+) -> Callable[[], torch.Tensor]:
+    """Start the sum over the ranks of ``input weightᵀ``, (W * rows, in) to each rank's (rows, out), plus ``bias`` once.
 
-    def compute(first: int, end: int, out: torch.Tensor) -> None:
-        _product(input[first:end], weight, None, out)
+    Return what waits for it and adds the parts up, in float32, rounded once. Collective. Volume: each rank sends (W - 1) * rows.
+    """
+    size, rows = group.size, len(input) // group.size
+    parts = torch.empty((size, rows, len(weight)), dtype=input.dtype, device=input.device)
+    sent = torch.empty((size - 1, rows, len(weight)), dtype=input.dtype, device=input.device)
+    twin, arrivals = lane.group(group), []
+    for to, source, part in _pieces(group, rows, chunks):
+        outgoing = sent[(to - group.rank) % size - 1][part]
+        _product(input[to * rows : (to + 1) * rows][part], weight, None, outgoing)
+        lane.after(lane.here())
+        # With what the lane reads, which is kept until the computation has waited for the lane.
+        arrivals.append((lane.run(_exchange(twin, outgoing, to, parts[source][part], source)), outgoing))
+    _product(input[group.rank * rows : (group.rank + 1) * rows], weight, bias, parts[group.rank])
 
-    return SummedRows(compute, input, (len(input), len(weight)), group, lane, chunks)
+    def wait() -> torch.Tensor:
+        for arrival, _ in arrivals:
+            arrival.wait()
+        return parts[0] + parts[1] if size == 2 else parts.sum(0)
+
+    return wait
 
 
 def reduced_product(
-    input: torch.Tensor, weight: torch.Tensor, group: Group, lane: Lane, chunks: int | None
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    lane: Lane,
+    chunks: int | None,
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum over the ranks of ``input weightᵀ``, (n, in) to the whole (n, out) on each; return what waits for it.
+    """Start the sum over the ranks of ``input weightᵀ``, (n, in) to (n, out) on each, plus ``bias``; return what waits for it.
 
     The rows are computed in ``chunks``, each of which is summed while the next is computed. Collective. Volume: an
     all-reduce of n * out.
@@ -134,7 +117,7 @@ def reduced_product(
     def wait() -> torch.Tensor:
         for mark in marks:
             mark.wait()
-        return output
+        return output if bias is None else output.add_(bias)
 
     return wait
 

@@ -92,6 +92,16 @@ class TorchGroup(Group):
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
         """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
+        outgoing, incoming = ({peer: _bytes(tensor) for tensor, peer in batch} for batch in (sends, recvs))
+        tensors = [*outgoing.values(), *incoming.values()]
+        if tensors and tensors[0].is_cuda and len(outgoing) == len(sends) and len(incoming) == len(recvs):
+            # Torch's batches of sends and receives take the host several times as long, for the same call of NCCL's.
+            nothing = tensors[0][:0]
+            received, given = (
+                [batch.get(rank, nothing) for rank in range(self.size)] for batch in (incoming, outgoing)
+            )
+            dist.all_to_all(received, given, group=self.process_group)
+            return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
         operations = [
             dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group) for start, tensor, peer in batch

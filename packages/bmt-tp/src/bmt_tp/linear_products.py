@@ -1,0 +1,105 @@
+"""The forward and backward of the two kinds of parallel linear functions, as plain functions of tensors.
+
+[Note: what the gradients are] All ranks of the group compute one loss. Where they hold rows of an activation, each holds the
+gradient of its rows; where they hold features, that of its features; where each holds the whole, each holds the whole
+gradient. So a backward function communicates exactly where the forward function's output depends on other ranks' input.
+
+[Note: what is saved] Forward keeps the rank's own rows, not those that it gathered, which are gathered again in backward,
+beside the product that needs only the gradient: activations take 1/W of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import linear
+
+from bmt_core.modules.layer_gradients import GradientWriter
+from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_product
+from bmt_tp.tensor_group import tensor_group, tensor_lane
+
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of the input, the weight and the bias; None where it was not asked for, or was written to where it is reduced from."""
+
+
+def column_forward(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gather_input: bool, chunks: int | None
+) -> torch.Tensor:
+    """Return the product of all rows with this rank's slice of the weight's output features."""
+    if not gather_input:
+        return linear(input, weight, bias)
+    group = tensor_group()
+    output = GatheredRows(_rows(input), group, tensor_lane(), chunks).times(weight, bias)
+    return output.view(group.size * len(input), *input.shape[1:-1], len(weight))
+
+
+def column_backward(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    gather_input: bool,
+    chunks: int | None,
+    wanted: tuple[bool, bool, bool],
+    writer: GradientWriter | None = None,
+) -> Gradients:
+    """Return the gradients of :func:`column_forward`. The input's is summed over the ranks while the weight's is computed."""
+    for_input, for_weight, for_bias = wanted
+    grad, rows, group, lane = _rows(grad), _rows(input), tensor_group(), tensor_lane()
+    gathered = GatheredRows(rows, group, lane) if gather_input and for_weight else None
+    wait: Callable[[], torch.Tensor] | None = None
+    if for_input:
+        start = summed_product if gather_input else reduced_product
+        wait = start(grad, weight.t(), None, group, lane, chunks)
+    of_bias = _bias_gradient(grad, writer) if for_bias else None
+    of_weight = None
+    if for_weight:
+        of_weight = _weight_gradient(grad, rows if gathered is None else gathered.wait(), writer)
+    return None if wait is None else wait().view(input.shape), of_weight, of_bias
+
+
+def row_forward(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scattered: bool, chunks: int | None
+) -> torch.Tensor:
+    """Return the sum over the ranks of their products: of this rank's rows if ``scattered``, else of all rows."""
+    start = summed_product if scattered else reduced_product
+    output = start(_rows(input), weight, bias, tensor_group(), tensor_lane(), chunks)()
+    return output.view(-1, *input.shape[1:-1], len(weight))
+
+
+def row_backward(
+    grad: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    scattered: bool,
+    chunks: int | None,
+    wanted: tuple[bool, bool, bool],
+    writer: GradientWriter | None = None,
+) -> Gradients:
+    """Return the gradients of :func:`row_forward`; that of the bias is this rank's share, from its part of the rows."""
+    for_input, for_weight, for_bias = wanted
+    grad, rows, group = _rows(grad), _rows(input), tensor_group()
+    of_input = of_bias = gathered = None
+    if scattered:
+        gathered = GatheredRows(grad, group, tensor_lane(), chunks)
+    if for_bias:
+        of_bias = _bias_gradient(grad if scattered else grad.tensor_split(group.size)[group.rank], writer)
+    if for_input:
+        of_input = grad.mm(weight) if gathered is None else gathered.times(weight.t())
+    if gathered is not None:
+        grad = gathered.wait()
+    of_weight = _weight_gradient(grad, rows, writer) if for_weight else None
+    return None if of_input is None else of_input.view(input.shape), of_weight, of_bias
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with one row for each vector of features."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _weight_gradient(grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:
+    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input)
+
+
+def _bias_gradient(grad: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:
+    return grad.sum(0) if writer is None else writer.bias_gradient(grad)
