@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -233,9 +233,9 @@ PARTS: list[Callable[[random.Random], nn.Module]] = [
 class Layer(nn.Module):
     """Up to three parts after one another; ``shape`` says in what the hidden state comes and goes."""
 
-    def __init__(self, r: random.Random, shape: str) -> None:
+    def __init__(self, r: random.Random, shape: str, kinds: Sequence[Callable[[random.Random], nn.Module]]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([r.choice(PARTS)(r) for _ in range(r.randint(0, 3))])
+        self.parts = nn.ModuleList([r.choice(kinds)(r) for _ in range(r.randint(0, 3))])
         self.shape = shape
 
     def forward(self, state: Any, *, hidden: Any = None) -> Any:
@@ -274,7 +274,8 @@ class Model(nn.Module):
         shapes = ["tensor"] if tensors_only else ["tensor", "tuple", "dict", "keyword"]
         vocabulary = -(-TOKENS // tp) * tp
         self.embedding = nn.Embedding(vocabulary, WIDTH)
-        self.layers = nn.ModuleList([Layer(r, r.choice(shapes)) for _ in range(r.randint(1, 4))])
+        kinds = PARTS if tp == 1 else [*PARTS, *[Mlp, Attention] * 4]
+        self.layers = nn.ModuleList([Layer(r, r.choice(shapes), kinds) for _ in range(r.randint(1, 4))])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary, bias=r.random() < 0.5)
         if r.random() < 0.5:
