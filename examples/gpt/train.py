@@ -33,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train(options: Options) -> None:
     """Train, evaluate, save and sample. Collective."""
+    check_sizes(options)
     text = read_text(options.data, options.max_bytes)
     windows = Windows(text.training_bytes(), options.seq_len)
-    check_sizes(options)
     topology = bmt.current().topology
     shard = Shard(
         len(windows),
