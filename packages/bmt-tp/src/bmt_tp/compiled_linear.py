@@ -1,7 +1,8 @@
 """The parallel linear functions as operators of torch, for code that is compiled.
 
-The compiler cannot look into streams and communication. An operator is one call to it, of which it knows the shape of the output
-and the derivative, so that it compiles what is around it in one piece.
+The compiler cannot look into streams and communication. An operator is one call to it, of which it knows the shape of the output,
+so that it compiles what is around it in one piece. The operators are registered by their schemas: ``torch.library.custom_op`` would
+take the host longer at each call than all that they do.
 """
 
 from __future__ import annotations
@@ -10,76 +11,92 @@ from typing import Any
 
 import torch
 
-from bmt_tp.linear_products import Gradients, column_backward, column_forward, row_backward, row_forward
+from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
 from bmt_tp.tensor_group import tensor_size
 
-
-@torch.library.custom_op("bmt_tp::column_linear", mutates_args=())
-def column_linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gather_input: bool, chunks: int | None
-) -> torch.Tensor:
-    """See :func:`column_forward`."""
-    return column_forward(input, weight, bias, gather_input, chunks)
-
-
-@torch.library.custom_op("bmt_tp::column_linear_backward", mutates_args=())
-def column_linear_backward(
-    grad: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    gather_input: bool,
-    chunks: int | None,
-    for_input: bool,
-    for_weight: bool,
-    for_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :func:`column_backward`; empty in the place of what is not wanted."""
-    found = column_backward(grad, input, weight, gather_input, chunks, (for_input, for_weight, for_bias))
-    return _filled(found, grad)
+_library = torch.library.Library("bmt_tp", "DEF")  # type: ignore[no-untyped-call]
+_FORWARD = "(Tensor input, Tensor weight, Tensor? bias, bool option, int? chunks) -> Tensor"
+_BACKWARD = (
+    "(Tensor grad, Tensor input, Tensor weight, bool option, int? chunks, bool for_input, bool for_weight, bool for_bias)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 
 
-@torch.library.custom_op("bmt_tp::row_linear", mutates_args=())
-def row_linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scattered: bool, chunks: int | None
-) -> torch.Tensor:
-    """See :func:`row_forward`."""
-    return row_forward(input, weight, bias, scattered, chunks)
+class CompiledLinear(torch.autograd.Function):
+    """:func:`column_forward` if ``column``, otherwise :func:`row_forward`; ``option`` is ``gather_input``, or ``scattered``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        column: bool,
+        option: bool,
+        chunks: int | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.column, ctx.option, ctx.chunks, ctx.has_bias = column, option, chunks, bias is not None
+        operators = torch.ops.bmt_tp
+        operator = operators.column_forward if column else operators.row_forward
+        output: torch.Tensor = operator(input, weight, bias, option, chunks)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        input, weight = ctx.saved_tensors
+        operators = torch.ops.bmt_tp
+        operator = operators.column_backward if ctx.column else operators.row_backward
+        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
+        for_bias = for_bias and ctx.has_bias
+        found = operator(grads[0], input, weight, ctx.option, ctx.chunks, for_input, for_weight, for_bias)
+        of_input, of_weight, of_bias = found
+        return (
+            of_input if for_input else None,
+            of_weight if for_weight else None,
+            of_bias if for_bias else None,
+            None,
+            None,
+            None,
+        )
 
 
-@torch.library.custom_op("bmt_tp::row_linear_backward", mutates_args=())
-def row_linear_backward(
-    grad: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scattered: bool,
-    chunks: int | None,
-    for_input: bool,
-    for_weight: bool,
-    for_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See :func:`row_backward`; empty in the place of what is not wanted."""
-    found = row_backward(grad, input, weight, scattered, chunks, (for_input, for_weight, for_bias))
-    return _filled(found, grad)
+def _register() -> None:
+    library: Any = _library  # of which torch annotates nothing
+    for kind, forward, backward in (
+        ("column", column_forward, column_backward),
+        ("row", row_forward, row_backward),
+    ):
+        library.define(f"{kind}_forward{_FORWARD}", tags=[torch.Tag.needs_fixed_stride_order])
+        library.define(f"{kind}_backward{_BACKWARD}", tags=[torch.Tag.needs_fixed_stride_order])
+        library.impl(f"{kind}_forward", forward, "CompositeExplicitAutograd")
+        library.impl(f"{kind}_backward", _with_empty(backward), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"bmt_tp::{kind}_forward", _fake_forward(kind == "column"), lib=library)
+        torch.library.register_fake(f"bmt_tp::{kind}_backward", _fake_backward, lib=library)
 
 
-@column_linear.register_fake
-def _(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gather_input: bool, chunks: int | None
-) -> torch.Tensor:
-    rows = input.shape[0] * (tensor_size() if gather_input else 1)
-    return input.new_empty((rows, *input.shape[1:-1], weight.shape[0]))
+def _with_empty(backward: Any) -> Any:
+    """Return ``backward`` with an empty tensor in the place of each gradient that is not wanted."""
+
+    def complete(
+        grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, option: bool, chunks: int | None, *wanted: bool
+    ) -> tuple[torch.Tensor, ...]:
+        found = backward(grad, input, weight, option, chunks, wanted)
+        return tuple([grad.new_empty(0) if value is None else value for value in found])
+
+    return complete
 
 
-@row_linear.register_fake
-def _(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scattered: bool, chunks: int | None
-) -> torch.Tensor:
-    rows = input.shape[0] // (tensor_size() if scattered else 1)
-    return input.new_empty((rows, *input.shape[1:-1], weight.shape[0]))
+def _fake_forward(column: bool) -> Any:
+    def shaped(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, option: bool, chunks: int | None
+    ) -> torch.Tensor:
+        rows, size = input.shape[0], tensor_size() if option else 1
+        return input.new_empty((rows * size if column else rows // size, *input.shape[1:-1], weight.shape[0]))
+
+    return shaped
 
 
-@row_linear_backward.register_fake
-@column_linear_backward.register_fake
 def _fake_backward(
     grad: torch.Tensor,
     input: torch.Tensor,
@@ -89,30 +106,9 @@ def _fake_backward(
     for_input: bool,
     for_weight: bool,
     for_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     shapes = (input.shape, for_input), (weight.shape, for_weight), (weight.shape[:1], for_bias)
-    of_input, of_weight, of_bias = [input.new_empty(shape if wanted else (0,)) for shape, wanted in shapes]
-    return of_input, of_weight, of_bias
+    return tuple([input.new_empty(shape if wanted else (0,)) for shape, wanted in shapes])
 
 
-def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-    input, weight, _, ctx.option, ctx.chunks = inputs
-    ctx.save_for_backward(input, weight)
-
-
-def _differentiate(operator: Any, backward: Any) -> None:
-    def differentiated(ctx: Any, grad: torch.Tensor) -> Any:
-        wanted = ctx.needs_input_grad[:3]
-        found = backward(grad, *ctx.saved_tensors, ctx.option, ctx.chunks, *wanted)
-        return *[value if want else None for value, want in zip(found, wanted, strict=True)], None, None
-
-    operator.register_autograd(differentiated, setup_context=_save)
-
-
-_differentiate(column_linear, column_linear_backward)
-_differentiate(row_linear, row_linear_backward)
-
-
-def _filled(found: Gradients, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_input, of_weight, of_bias = [like.new_empty(0) if value is None else value for value in found]
-    return of_input, of_weight, of_bias
+_register()

@@ -15,7 +15,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.torch_internals import never_compiled
 from bmt_tp.overlapped_products import GatheredRows
 from bmt_tp.parallel_linear import parallel_linear
-from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_lane
+from bmt_tp.tensor_group import AXIS, own_share, tensor_group
 
 
 class VPEmbedding(DistributedModule):
@@ -106,7 +106,7 @@ class _JoinVectors(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if not ctx.scattered:
             return grads[0], None, None
-        return GatheredRows(grads[0], ctx.group, tensor_lane()).wait(), None, None
+        return GatheredRows(grads[0]).wait(), None, None
 
 
 def _check_ids(ids: torch.Tensor, vocabulary: int) -> None:

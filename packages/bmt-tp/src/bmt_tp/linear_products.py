@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from bmt_core.modules.layer_gradients import GradientWriter
 from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_product
-from bmt_tp.tensor_group import tensor_group, tensor_lane
+from bmt_tp.tensor_group import tensor_group
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Of the input, the weight and the bias; None where it was not asked for, or was written to where it is reduced from."""
@@ -29,9 +29,8 @@ def column_forward(
     """Return the product of all rows with this rank's slice of the weight's output features."""
     if not gather_input:
         return linear(input, weight, bias)
-    group = tensor_group()
-    output = GatheredRows(_rows(input), group, tensor_lane(), chunks).times(weight, bias)
-    return output.view(group.size * len(input), *input.shape[1:-1], len(weight))
+    output = GatheredRows(_rows(input), chunks).times(weight.t(), bias)
+    return output.view(-1, *input.shape[1:-1], weight.shape[0])
 
 
 def column_backward(
@@ -45,12 +44,12 @@ def column_backward(
 ) -> Gradients:
     """Return the gradients of :func:`column_forward`. The input's is summed over the ranks while the weight's is computed."""
     for_input, for_weight, for_bias = wanted
-    grad, rows, group, lane = _rows(grad), _rows(input), tensor_group(), tensor_lane()
-    gathered = GatheredRows(rows, group, lane) if gather_input and for_weight else None
+    grad, rows = _rows(grad), _rows(input)
+    gathered = GatheredRows(rows) if gather_input and for_weight else None
     wait: Callable[[], torch.Tensor] | None = None
     if for_input:
         start = summed_product if gather_input else reduced_product
-        wait = start(grad, weight.t(), None, group, lane, chunks)
+        wait = start(grad, weight, None, chunks)
     of_bias = _bias_gradient(grad, writer) if for_bias else None
     of_weight = None
     if for_weight:
@@ -63,8 +62,8 @@ def row_forward(
 ) -> torch.Tensor:
     """Return the sum over the ranks of their products: of this rank's rows if ``scattered``, else of all rows."""
     start = summed_product if scattered else reduced_product
-    output = start(_rows(input), weight, bias, tensor_group(), tensor_lane(), chunks)()
-    return output.view(-1, *input.shape[1:-1], len(weight))
+    output = start(_rows(input), weight.t(), bias, chunks)()
+    return output.view(-1, *input.shape[1:-1], weight.shape[0])
 
 
 def row_backward(
@@ -78,14 +77,14 @@ def row_backward(
 ) -> Gradients:
     """Return the gradients of :func:`row_forward`; that of the bias is this rank's share, from its part of the rows."""
     for_input, for_weight, for_bias = wanted
-    grad, rows, group = _rows(grad), _rows(input), tensor_group()
+    grad, rows = _rows(grad), _rows(input)
     of_input = of_bias = gathered = None
     if scattered:
-        gathered = GatheredRows(grad, group, tensor_lane(), chunks)
+        gathered = GatheredRows(grad, chunks)
     if for_bias:
-        of_bias = _bias_gradient(grad if scattered else grad.tensor_split(group.size)[group.rank], writer)
+        of_bias = _bias_gradient(grad if scattered else _own_part(grad), writer)
     if for_input:
-        of_input = grad.mm(weight) if gathered is None else gathered.times(weight.t())
+        of_input = grad.mm(weight) if gathered is None else gathered.times(weight)
     if gathered is not None:
         grad = gathered.wait()
     of_weight = _weight_gradient(grad, rows, writer) if for_weight else None
@@ -95,6 +94,11 @@ def row_backward(
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with one row for each vector of features."""
     return x.reshape(-1, x.shape[-1])
+
+
+def _own_part(rows: torch.Tensor) -> torch.Tensor:
+    group = tensor_group()
+    return rows.tensor_split(group.size)[group.rank]
 
 
 def _weight_gradient(grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """Products whose input rows come from, or whose output rows go to, other ranks, while the product is computed.
 
-``rows`` of a tensor are its first dim; each of the W ranks of a group has an equal part of them, in the order of the ranks.
-Nothing here is known to autograd.
+Each of the W ranks of the tensor-parallel group has an equal part of the rows, in the order of the ranks. Inputs are matrices, of
+rows and features, and ``factor`` is (features, output features). Nothing here is known to autograd.
 
 [Note: order of the pieces] A rank begins with what needs nobody: it multiplies its own rows while those of the others
 arrive, and computes the rows of the others first, so that they travel while it computes its own. In step s it receives from
@@ -16,103 +16,107 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from bmt_core.comm.protocols import Group, Work
-from bmt_core.run.lanes import Lane, Mark
+from bmt_core.comm.protocols import Group
+from bmt_core.run.lanes import Mark
+from bmt_tp.tensor_group import tensor_ranks
 
-# Rows of one product below which a GPU is no longer busy with it: a piece that is cut further costs more than it hides.
-_MIN_ROWS = 512
+MIN_ROWS = 2048
+"""Rows of the smallest piece on CUDA. A product of fewer rows does not keep the device busy, and costs more than it hides."""
+
+
+class Piece(NamedTuple):
+    """One exchange: which rows go to which rank, and which rows come from which; ``part`` None is all rows of a rank."""
+
+    to: int
+    source: int
+    part: slice | None
 
 
 class GatheredRows:
-    """The rows of all ranks, (W, rows, ...) in the order of the ranks, as they arrive in ``lane``. Collective.
+    """The rows of all ranks as they arrive. ``rows`` are this rank's; starts at once. Collective.
 
     Volume: each rank receives (W - 1) * rows.
     """
 
-    def __init__(self, rows: torch.Tensor, group: Group, lane: Lane, chunks: int | None = 1) -> None:
+    def __init__(self, rows: torch.Tensor, chunks: int | None = 1) -> None:
+        group, lane, in_lane = tensor_ranks()
         self._rank = group.rank
         self._own = rows.contiguous()
-        self._all = torch.empty((group.size, *rows.shape), dtype=rows.dtype, device=rows.device)
-        self._pieces = _pieces(group, len(rows), chunks)
-        twin = lane.group(group)
+        self._all = rows.new_empty((group.size, *rows.shape))
         lane.after(lane.here())
-        self._arrivals: list[Mark] = [
-            lane.run(_exchange(twin, self._own[part], to, self._all[source][part], source))
-            for to, source, part in self._pieces
-        ]
+        self._arrivals: list[tuple[int, slice | None, torch.Tensor, Mark]] = []
+        for to, source, part in _pieces(group, rows, chunks):
+            incoming = _part(self._all[source], part)
+            start = functools.partial(in_lane.exchange, [(_part(self._own, part), to)], [(incoming, source)])
+            self._arrivals.append((source, part, incoming, lane.run(start)))
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
-        for arrival in self._arrivals:
+        for *_, arrival in self._arrivals:
             arrival.wait()
         self._all[self._rank] = self._own
         return self._all.flatten(0, 1)
 
-    def times(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``rows weightᵀ + bias`` of all ranks' rows, (W * rows, out), of two-dimensional rows."""
+    def times(self, factor: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``rows factor + bias`` of all ranks' rows, (W * rows, out)."""
         size, rows, _ = self._all.shape
-        output = torch.empty((size, rows, len(weight)), dtype=self._all.dtype, device=self._all.device)
-        _product(self._own, weight, bias, output[self._rank])
-        for (_, source, part), arrival in zip(self._pieces, self._arrivals, strict=True):
+        output = self._own.new_empty((size, rows, factor.shape[1]))
+        _product(self._own, factor, bias, output[self._rank])
+        for source, part, incoming, arrival in self._arrivals:
             arrival.wait()
-            _product(self._all[source][part], weight, bias, output[source][part])
+            _product(incoming, factor, bias, _part(output[source], part))
         return output.flatten(0, 1)
 
 
 def summed_product(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: Group,
-    lane: Lane,
-    chunks: int | None,
+    input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, chunks: int | None
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum over the ranks of ``input weightᵀ``, (W * rows, in) to each rank's (rows, out), plus ``bias`` once.
+    """Start the sum over the ranks of ``input factor``, (W * rows, in) to each rank's (rows, out), plus ``bias`` once.
 
     Return what waits for it and adds the parts up, in float32, rounded once. Collective. Volume: each rank sends (W - 1) * rows.
     """
-    size, rows = group.size, len(input) // group.size
-    parts = torch.empty((size, rows, len(weight)), dtype=input.dtype, device=input.device)
-    sent = torch.empty((size - 1, rows, len(weight)), dtype=input.dtype, device=input.device)
-    twin, arrivals = lane.group(group), []
-    for to, source, part in _pieces(group, rows, chunks):
-        outgoing = sent[(to - group.rank) % size - 1][part]
-        _product(input[to * rows : (to + 1) * rows][part], weight, None, outgoing)
+    group, lane, in_lane = tensor_ranks()
+    inputs = input.unflatten(0, (group.size, -1))  # type: ignore[no-untyped-call]
+    shape = (group.size, inputs.shape[1], factor.shape[1])
+    parts, sent = input.new_empty(shape), input.new_empty(shape)
+    arrivals = []
+    for to, source, part in _pieces(group, inputs[0], chunks):
+        outgoing = _part(sent[to], part)
+        _product(_part(inputs[to], part), factor, None, outgoing)
         lane.after(lane.here())
+        start = functools.partial(in_lane.exchange, [(outgoing, to)], [(_part(parts[source], part), source)])
         # With what the lane reads, which is kept until the computation has waited for the lane.
-        arrivals.append((lane.run(_exchange(twin, outgoing, to, parts[source][part], source)), outgoing))
-    _product(input[group.rank * rows : (group.rank + 1) * rows], weight, bias, parts[group.rank])
+        arrivals.append((lane.run(start), outgoing))
+    _product(inputs[group.rank], factor, bias, parts[group.rank])
 
     def wait() -> torch.Tensor:
         for arrival, _ in arrivals:
             arrival.wait()
-        return parts[0] + parts[1] if size == 2 else parts.sum(0)
+        return parts[0] + parts[1] if group.size == 2 else parts.sum(0)
 
     return wait
 
 
 def reduced_product(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: Group,
-    lane: Lane,
-    chunks: int | None,
+    input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, chunks: int | None
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum over the ranks of ``input weightᵀ``, (n, in) to (n, out) on each, plus ``bias``; return what waits for it.
+    """Start the sum over the ranks of ``input factor``, (n, in) to (n, out) on each, plus ``bias``; return what waits for it.
 
     The rows are computed in ``chunks``, each of which is summed while the next is computed. Collective. Volume: an
     all-reduce of n * out.
     """
-    output = torch.empty((len(input), len(weight)), dtype=input.dtype, device=input.device)
-    twin, marks = lane.group(group), []
-    for part in _parts(len(input), chunks):
-        _product(input[part], weight, None, output[part])
+    _, lane, in_lane = tensor_ranks()
+    output = input.new_empty((len(input), factor.shape[1]))
+    marks = []
+    for part in _parts(len(input), chunks, _min_rows(input)):
+        summed = _part(output, part)
+        _product(_part(input, part), factor, None, summed)
         lane.after(lane.here())
-        marks.append(lane.run(functools.partial(twin.all_reduce, output[part])))
+        marks.append(lane.run(functools.partial(in_lane.all_reduce, summed)))
 
     def wait() -> torch.Tensor:
         for mark in marks:
@@ -122,33 +126,45 @@ def reduced_product(
     return wait
 
 
-def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _product(input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     if bias is None:
-        torch.mm(input, weight.t(), out=out)
+        torch.mm(input, factor, out=out)
     else:
-        torch.addmm(bias, input, weight.t(), out=out)
+        torch.addmm(bias, input, factor, out=out)
 
 
-def _exchange(group: Group, outgoing: torch.Tensor, to: int, incoming: torch.Tensor, source: int) -> Callable[[], Work]:
-    return lambda: group.exchange([(outgoing, to)], [(incoming, source)])
+def _part(rows: torch.Tensor, part: slice | None) -> torch.Tensor:
+    return rows if part is None else rows[part]
 
 
-def _pieces(group: Group, rows: int, chunks: int | None) -> list[tuple[int, int, slice]]:
-    """Return ``(rank to send to, rank to receive from, which of its rows)``, in the order of the pieces: see the note on it."""
-    steps = range(1, group.size)
-    return [
-        ((group.rank + step) % group.size, (group.rank - step) % group.size, part)
+def _pieces(group: Group, rows: torch.Tensor, chunks: int | None) -> tuple[Piece, ...]:
+    """Return the exchanges of ``rows`` of each rank, in the order of the pieces: see the note on it."""
+    return _pieces_of(group.rank, group.size, len(rows), chunks, _min_rows(rows))
+
+
+@functools.lru_cache(maxsize=4096)
+def _pieces_of(rank: int, size: int, rows: int, chunks: int | None, least: int) -> tuple[Piece, ...]:
+    steps = range(1, size)
+    return tuple(
+        Piece((rank + step) % size, (rank - step) % size, part)
         for step in steps
-        for part in _parts(rows, chunks)
-    ]
+        for part in _parts(rows, chunks, least)
+    )
 
 
-def _parts(rows: int, chunks: int | None) -> list[slice]:
-    """Cut ``rows`` into ``chunks`` parts of nearly equal size, none of them empty; None: as many as keep a GPU busy.
+def _min_rows(input: torch.Tensor) -> int:
+    return MIN_ROWS if input.is_cuda else 1
 
-    >>> _parts(5, 2), _parts(600, None)
-    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 600, None)])
+
+def _parts(rows: int, chunks: int | None, least: int) -> list[slice | None]:
+    """Cut ``rows`` into ``chunks`` parts of nearly equal size, but none of less than ``least`` rows; None: as many as there can be.
+
+    >>> _parts(5, 2, 1), _parts(600, None, 512), _parts(0, 2, 1)
+    ([slice(0, 3, None), slice(3, 5, None)], [None], [])
     """
-    count = rows // _MIN_ROWS if chunks is None else chunks
-    step = -(-rows // max(1, min(count, rows)))
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)] if rows else []
+    most = rows // least
+    count = max(1, min(most if chunks is None else chunks, most))
+    if count == 1:
+        return [None] if rows else []
+    step = -(-rows // count)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.modules.layer_gradients import GradientWriter, LayerGradients
-from bmt_tp.compiled_linear import column_linear, row_linear
+from bmt_tp.compiled_linear import CompiledLinear
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
 from bmt_tp.tensor_group import tensor_group
@@ -86,7 +86,8 @@ def parallel_linear(
     rank the gradient from 1/W of the rows, so its gradients are to be summed over the group, as those of a
     :class:`DistributedParameter` are that is not local along ``tp``.
 
-    The rows of each rank travel in ``chunks`` pieces beside the products; None: in as many as keep the device busy. Per rank
+    The rows of each rank travel in up to ``chunks`` pieces beside the products, none too small to keep the device busy; None: in
+    as many as there can be. Per rank
     receives, in forward, gathering (W - 1)/W * T * I elements, reducing by scatter (W - 1)/W * T * O; in backward, reversed,
     and the gathered input once more. Collective over the group. With one rank it is ``torch.nn.functional.linear``.
 
@@ -125,7 +126,7 @@ def _applied(
     gradients: LayerGradients | None,
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        compiled: torch.Tensor = (column_linear if column else row_linear)(input, weight, bias, option, chunks)
+        compiled: torch.Tensor = CompiledLinear.apply(input, weight, bias, column, option, chunks)  # type: ignore[no-untyped-call]
         return compiled
     writer = None if gradients is None else gradients.writer(input, weight, bias)
     if writer is not None:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import NamedTuple
+
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.lanes import Lane
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import Runtime, current
 
 AXIS = "tp"
+
+
+class TensorRanks(NamedTuple):
+    """The tensor-parallel group, the lane in which activations travel beside the products, and the group of that lane."""
+
+    group: Group
+    lane: Lane
+    in_lane: Group
+
+
+def tensor_ranks() -> TensorRanks:
+    """Return those of the current run, kept, for they are asked for by every product."""
+    runtime = current()
+    found = _of_runs.get(runtime)
+    if found is None:
+        group, lane = tensor_group(), runtime.lanes.named(AXIS)
+        found = _of_runs[runtime] = TensorRanks(group, lane, lane.group(group))
+    return found
 
 
 def tensor_group() -> Group:
@@ -20,11 +41,6 @@ def tensor_size() -> int:
     return current().topology.axis_size(AXIS)
 
 
-def tensor_lane() -> Lane:
-    """Return the lane in which activations travel beside the products."""
-    return current().lanes.named(AXIS)
-
-
 def own_share(total: int, what: str) -> int:
     """Return ``total / tp_size``, or raise :class:`ConfigError` if it is no whole number."""
     size = tensor_size()
@@ -33,3 +49,6 @@ def own_share(total: int, what: str) -> int:
             f"{what} is {total}, which tp_size={size} does not divide. Choose a multiple of {size}, or another tp_size."
         )
     return total // size
+
+
+_of_runs: weakref.WeakKeyDictionary[Runtime, TensorRanks] = weakref.WeakKeyDictionary()
