@@ -157,13 +157,12 @@ def _min_rows(input: torch.Tensor) -> int:
 
 
 def _parts(rows: int, chunks: int | None, least: int) -> list[slice | None]:
-    """Cut ``rows`` into ``chunks`` parts of nearly equal size, but none of less than ``least`` rows; None: as many as there can be.
+    """Cut ``rows`` into ``chunks`` parts of nearly equal size, but none of less than ``least``; None: as many as suit a GPU.
 
-    >>> _parts(5, 2, 1), _parts(600, None, 512), _parts(0, 2, 1)
-    ([slice(0, 3, None), slice(3, 5, None)], [None], [])
+    >>> _parts(5, 2, 1), _parts(4096, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
+    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 2048, None), slice(2048, 4096, None)], [None], [])
     """
-    most = rows // least
-    count = max(1, min(most if chunks is None else chunks, most))
+    count = max(1, min(rows // MIN_ROWS if chunks is None else chunks, rows // least))
     if count == 1:
         return [None] if rows else []
     step = -(-rows // count)
