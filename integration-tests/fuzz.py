@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:100", help="first and end, such as 0:100; or one seed")
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks")
     parser.add_argument("--device", default="cpu", help="cpu or cuda: where the ranks compute")
+    parser.add_argument("--tp", type=int, help="tp_size of every training; without: drawn, mostly 1")
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
     failures = 0
@@ -28,7 +29,7 @@ def main() -> int:
         for world_size in map(int, options.ranks.split(",")):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    messages = differences(draw(seed), world_size, folder, options.device)
+                    messages = differences(draw(seed, options.tp), world_size, folder, options.device)
                 except Exception as error:  # of the comparison's own process or of a rank: the next seed may do better
                     messages = [str(error)]
             if messages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ class Mlp(nn.Module):
             middle.mul_(0.5).add_(0.1)
         return self.down(torch.tanh(middle))
 
+    def widen(self, factor: int) -> None:
+        """Make the hidden width ``factor`` times as large."""
+        up, down = self.up, self.down
+        self.up = nn.Linear(WIDTH, factor * up.out_features, bias=up.bias is not None)
+        self.down = nn.Linear(factor * up.out_features, WIDTH, bias=down.bias is not None)
+
 
 class Attention(nn.Module):
     def __init__(self, r: random.Random) -> None:
@@ -39,7 +45,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, WIDTH // self.heads)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(attended.transpose(1, 2).flatten(2))
 
@@ -227,9 +233,9 @@ PARTS: list[Callable[[random.Random], nn.Module]] = [
 class Layer(nn.Module):
     """Up to three parts after one another; ``shape`` says in what the hidden state comes and goes."""
 
-    def __init__(self, r: random.Random, shape: str) -> None:
+    def __init__(self, r: random.Random, shape: str, kinds: Sequence[Callable[[random.Random], nn.Module]]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([r.choice(PARTS)(r) for _ in range(r.randint(0, 3))])
+        self.parts = nn.ModuleList([r.choice(kinds)(r) for _ in range(r.randint(0, 3))])
         self.shape = shape
 
     def forward(self, state: Any, *, hidden: Any = None) -> Any:
@@ -256,20 +262,28 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, ``layers`` in the order that is asked for, and a head, which may be the embedding."""
+    """An embedding, ``layers`` in the order that is asked for, and a head, which may be the embedding.
+
+    ``tp`` divides the vocabulary and the hidden widths, so that they can be cut.
+    """
 
     aux: Any = 0.0
 
-    def __init__(self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool) -> None:
+    def __init__(self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool, tp: int) -> None:
         super().__init__()
         shapes = ["tensor"] if tensors_only else ["tensor", "tuple", "dict", "keyword"]
-        self.embedding = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList([Layer(r, r.choice(shapes)) for _ in range(r.randint(1, 4))])
+        vocabulary = -(-TOKENS // tp) * tp
+        self.embedding = nn.Embedding(vocabulary, WIDTH)
+        kinds = PARTS if tp == 1 else [*PARTS, *[Mlp, Attention] * 4]
+        self.layers = nn.ModuleList([Layer(r, r.choice(shapes), kinds) for _ in range(r.randint(1, 4))])
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, TOKENS, bias=r.random() < 0.5)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=r.random() < 0.5)
         if r.random() < 0.5:
             self.head.weight = self.embedding.weight
         mlps = [module for module in self.layers.modules() if isinstance(module, Mlp)]
+        if tp > 1:
+            for mlp in mlps:
+                mlp.widen(tp)
         if may_tie and len(mlps) > 1:
             first, second = r.sample(mlps, 2)
             if first.up.weight.shape == second.up.weight.shape:

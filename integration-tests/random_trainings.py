@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from offload_training import Offload
+from parallel_parts import parallelize
 from random_models import LENGTH, TOKENS, Model, Recomputed
 from torch import nn
 from torch.nn import functional as F
@@ -17,10 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from bmt_core import sum_loss
 from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_core.loss import FusedCrossEntropy
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
+from bmt_core.run.collectives import all_gather
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 ADAM = {"lr": 0.05, "eps": 1e-3, "betas": (0.8, 0.9)}
@@ -60,9 +65,10 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A training; ``seed`` draws its model."""
+    """A training; ``seed`` draws its model. ``tp`` ranks, if there are as many, compute some of its layers together."""
 
     seed: int
+    tp: int
     dtype: torch.dtype
     wraps: str
     blocks: tuple[BlockPlan, ...]
@@ -80,15 +86,25 @@ class Plan:
         """Return the model in plain torch."""
         r = random.Random(self.seed)
         torch.manual_seed(self.seed)
-        model = Model(r, self.dtype, tensors_only=self.wraps == "list", may_tie=self.wraps == "wrapper")
+        model = Model(r, self.dtype, tensors_only=self.wraps == "list", may_tie=self.wraps == "wrapper", tp=self.tp)
         for module in model.modules():
             if isinstance(module, Recomputed):
                 module.is_reentrant = self.may_reenter and r.random() < 0.5
         return model
 
+    def tp_size(self, world_size: int) -> int:
+        """Return how many of ``world_size`` ranks compute layers together."""
+        return math.gcd(self.tp, world_size)
 
-def draw(seed: int) -> Plan:
-    """Return training number ``seed``."""
+    def data_size(self, world_size: int) -> int:
+        """Return by what the manager divides losses. Rows are cut among ranks along tp: each brings sequences of its own."""
+        return world_size // self.tp_size(world_size)
+
+
+def draw(seed: int, tp: int | None = None) -> Plan:
+    """Return training number ``seed``; ``tp`` is drawn, too, unless it is given."""
+    r = random.Random(f"grid {seed}")
+    tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
     r = random.Random(f"plan {seed}")
     dtype = r.choice([torch.float32, torch.float64])
     wraps = r.choice(["blocks", "list", "wrapper"])
@@ -97,6 +113,7 @@ def draw(seed: int) -> Plan:
     asks = r.random() < 0.2
     plan = Plan(
         seed=seed,
+        tp=tp,
         dtype=dtype,
         wraps=wraps,
         blocks=(),
@@ -295,8 +312,12 @@ class Training:
             tokens = torch.randint(TOKENS, (2, LENGTH), generator=generator)
             tokens = tokens.to(self.device)
             logits = self.model(tokens, list(order))
-            total = total + F.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten()) + 0.1 * self.model.aux
+            total = total + self.loss_of_tokens(logits.flatten(0, 1), tokens.roll(1).flatten()) + 0.1 * self.model.aux
         return total
+
+    def loss_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of one rank's tokens."""
+        return F.cross_entropy(logits, targets)
 
     def backward(self, loss: torch.Tensor, plan: StepPlan) -> None:
         """Run backward, maybe twice."""
@@ -334,7 +355,7 @@ class Training:
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward is run on."""
-        return loss / self.world_size if self.plan.manages else loss
+        return loss / self.plan.data_size(self.world_size) if self.plan.manages else loss
 
     def loss_scale(self) -> float:
         """Return how much larger gradients are than those of the loss."""
@@ -398,6 +419,8 @@ class ShardedTraining(Training):
 
     def build(self, model: Model) -> nn.Module:
         """Return the model, of blocks."""
+        if self.plan.tp > 1:
+            parallelize(model, runtime.current().topology.axis_size("tp"), random.Random(f"parts {self.plan.seed}"))
         blocks: list[nn.Module] = list(model.layers)
         if self.plan.wraps != "wrapper":
             for layer, b in zip(blocks, self.plan.blocks, strict=True):
@@ -416,6 +439,15 @@ class ShardedTraining(Training):
     def ranks(self) -> Iterable[int]:
         """Return this rank."""
         return [runtime.rank()]
+
+    def loss_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of this rank's tokens, or, where the head is cut, of the tokens of the ranks along tp."""
+        if not isinstance(self.model.head, ColumnParallelLinear):
+            return super().loss_of_tokens(logits, targets)
+        group = runtime.current().topology.group(("tp",))
+        loss = FusedCrossEntropy(parallel=True)(logits, all_gather(targets, group).flatten())
+        # The gradient is that of the sum of these ranks' losses, as everywhere here; the value is their mean.
+        return loss + (group.size - 1) * (loss - loss.detach())
 
     def prepare(self, plan: StepPlan) -> None:
         """Begin a step."""
@@ -470,7 +502,7 @@ class ShardedTraining(Training):
     def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of ``tensor``, which is laid out like ``parameter``. Collective."""
         assert isinstance(parameter, DistributedParameter)
-        return parameter.gather_like(tensor)
+        return parameter.gather_all_like(tensor)
 
 
 def run_sharded(plan: Plan, folder: str) -> Record:
@@ -493,7 +525,7 @@ def differences(
     expected = dict(Training(plan, world_size).run().values)
     # Norms, and so what is clipped, are float32 for any parameters.
     rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
-    init = {"device": device, "prefetch_bytes": plan.prefetch_bytes}
+    init = {"device": device, "prefetch_bytes": plan.prefetch_bytes, "tp_size": plan.tp_size(world_size)}
     messages = []
     for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init)):
         found = dict(record.values)

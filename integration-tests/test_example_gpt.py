@@ -37,10 +37,10 @@ LAST_LINE = re.compile(r"trained (\d+) steps: held-out loss (\d+\.\d+) -> (\d+\.
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,
-    "vocab_size": 61,
+    "vocab_size": 62,
     "dim_model": 24,
     "dim_head": 8,
-    "num_heads": 3,
+    "num_heads": 2,
     "dim_ff": 50,
     "max_distance": 12,
 }
@@ -150,9 +150,10 @@ def sharded_trace(zero_level: int, use_checkpoint: bool, num_micro_batches: int)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=LR, eps=EPS)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    loss_func = bmt.loss.FusedCrossEntropy(reduction="sum")
+    loss_func = bmt.loss.FusedCrossEntropy(reduction="sum", parallel=True)
+    topology = bmt.current().topology
     for step in range(STEPS):
-        own = [each.chunk(bmt.world_size())[bmt.rank()] for each in batch_of(step)]
+        own = [each.chunk(topology.data_size)[topology.data_rank] for each in batch_of(step)]
         manager.zero_grad()
         total = torch.zeros(())
         for number in range(num_micro_batches):
@@ -173,7 +174,7 @@ def sharded_trace(zero_level: int, use_checkpoint: bool, num_micro_batches: int)
 def gathered_gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter, DistributedParameter)
     assert parameter.grad is not None
-    return parameter.gather_like(parameter.grad).clone()
+    return parameter.gather_all_like(parameter.grad).clone()
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +183,25 @@ def plain() -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "zero_level", "use_checkpoint", "num_micro_batches"),
-    [(1, 3, True, 1), (2, 3, True, 1), (2, 1, True, 2), (2, 0, False, 4), (4, 3, False, 2), (4, 2, True, 1)],
+    ("world_size", "tp_size", "zero_level", "use_checkpoint", "num_micro_batches"),
+    [
+        (1, 1, 3, True, 1),
+        (2, 1, 3, True, 1),
+        (2, 1, 1, True, 2),
+        (2, 1, 0, False, 4),
+        (2, 2, 2, False, 1),
+        (4, 1, 3, False, 2),
+        (4, 1, 2, True, 1),
+        (4, 2, 3, True, 2),
+        (4, 2, 1, False, 1),
+        (4, 2, 0, True, 4),
+    ],
 )
 def test_gpt_trains_as_in_plain_torch(
-    plain: Trace, world_size: int, zero_level: int, use_checkpoint: bool, num_micro_batches: int
+    plain: Trace, world_size: int, tp_size: int, zero_level: int, use_checkpoint: bool, num_micro_batches: int
 ) -> None:
-    traces = run_ranks(sharded_trace, world_size, zero_level, use_checkpoint, num_micro_batches, init={"seed": 3})
+    init = {"seed": 3, "tp_size": tp_size}
+    traces = run_ranks(sharded_trace, world_size, zero_level, use_checkpoint, num_micro_batches, init=init)
     for trace in traces:
         assert trace["initial"].keys() == plain["initial"].keys()
         for name, value in plain["initial"].items():
@@ -321,7 +334,8 @@ def evaluation_and_sample(num_windows: int) -> tuple[float, bytes]:
     text = torch.randint(256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     evaluate = Evaluation(Windows(text, LENGTH), num_windows)
     assert evaluate(model) == evaluate(model)
-    return evaluate(model), generate(model, b"ab", length=20, context=LENGTH)
+    # Cold, so that the logits and not the random numbers decide.
+    return evaluate(model), generate(model, b"ab", length=20, context=LENGTH, temperature=0.05)
 
 
 def test_evaluation_and_sample_are_identical_on_any_number_of_ranks() -> None:
@@ -332,6 +346,11 @@ def test_evaluation_and_sample_are_identical_on_any_number_of_ranks() -> None:
     assert loss == pytest.approx(5.5, abs=0.3)
     assert sample.startswith(b"ab")
     assert len(sample) == 22
+    along_tp = [
+        result for ranks in (2, 4) for result in run_ranks(evaluation_and_sample, ranks, 150, init={"tp_size": 2})
+    ]
+    assert len(set(along_tp)) == 1
+    assert along_tp[0] == (pytest.approx(loss, rel=1e-6), sample)
 
 
 # --- train.py ---
@@ -376,6 +395,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         (2, "--zero-level 2 --no-checkpoint"),
         (2, "--zero-level 1 --accumulate 4"),
         (4, "--zero-level 0 --accumulate 2"),
+        (2, "--tp 2 --zero-level 1 --accumulate 2"),
+        (4, "--tp 2 --zero-level 3 --no-checkpoint"),
     ],
 )
 def test_sharding_and_accumulation_do_not_change_what_is_trained(
@@ -431,9 +452,10 @@ def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert done[-1] == whole[-1]
 
 
-def test_a_run_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", ["--tp 1", "--tp 2"])
+def test_a_run_goes_on_on_one_rank(tmp_path: Path, grid: str) -> None:
     line = ["--steps", 8, "--checkpoint-every", 4]
-    whole = small_run(tmp_path / "whole", *line)
+    whole = small_run(tmp_path / "whole", *line, *grid.split())
     resumed = small_run(tmp_path / "resumed", *line, "--resume", tmp_path / "whole/checkpoints/step-4", ranks=1)
     assert len(resumed) == 5
     for record, expected in zip(resumed, whole[-5:], strict=True):
@@ -450,13 +472,24 @@ def test_resuming_another_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
         assert "steps was 2 and is 4; lr was 0.004 and is 0.1" in str(error)
 
 
-def test_a_batch_that_cannot_be_divided_is_an_error_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--batch-size 12 --accumulate 4", "--batch-size 12 is not a multiple of 2 ranks x --accumulate 4. Try 8."),
+        (
+            "--tp 2 --accumulate 3",
+            "--batch-size 8 is not a multiple of 1 groups of --tp 2 ranks x --accumulate 3. Try 6.",
+        ),
+        ("--tp 2 --dim 33 --heads 3 --seq-len 15", "--tp 2 must divide --heads 3 and --seq-len 15."),
+    ],
+)
+def test_what_cannot_be_divided_is_an_error_on_every_rank(tmp_path: Path, arguments: str, message: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        small_run(tmp_path, "--batch-size", 12, "--accumulate", 4)
+        small_run(tmp_path, *arguments.split())
     errors = failure.value.errors
     assert len(errors) == 2
     for error in errors.values():
-        assert "--batch-size 12 is not a multiple of 2 ranks x --accumulate 4. Try 8." in str(error)
+        assert message in str(error)
 
 
 def test_weights_of_an_earlier_run_can_be_the_first(tmp_path: Path) -> None:
@@ -465,9 +498,9 @@ def test_weights_of_an_earlier_run_can_be_the_first(tmp_path: Path) -> None:
     assert after[0]["held_out_loss"] == pytest.approx(before[-1]["held_out_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_learns(tmp_path: Path, one_rank: list[dict[str, Any]], dtype: str) -> None:
-    records = small_run(tmp_path, "--steps", 6, "--dtype", dtype)
+@pytest.mark.parametrize("options", ["--dtype bf16", "--dtype fp16", "--dtype bf16 --tp 2"])
+def test_half_precision_learns(tmp_path: Path, one_rank: list[dict[str, Any]], options: str) -> None:
+    records = small_run(tmp_path, "--steps", 6, *options.split())
     assert records[-1]["held_out_loss"] == pytest.approx(one_rank[-1]["held_out_loss"], rel=0.02)
 
 

@@ -20,7 +20,7 @@ class Evaluation:
             raise ValueError(f"The held-out text is shorter than one window of {windows.length} bytes.")
         count = min(num_windows, len(windows))
         self._windows = windows
-        self._loss_func = bmt.loss.FusedCrossEntropy(reduction="none")
+        self._loss_func = bmt.loss.FusedCrossEntropy(reduction="none", parallel=True)
         # Which windows form a batch does not depend on the number of ranks, so that neither does any rounding.
         self._batches = torch.split(torch.arange(count) * len(windows) // count, BATCH_SIZE)
         self._num_bytes = count * windows.length
@@ -29,19 +29,21 @@ class Evaluation:
     def __call__(self, model: torch.nn.Module) -> float:
         """Evaluate ``model``; every rank gets the result. Collective."""
         device = next(model.parameters()).device
-        rounds = -(-len(self._batches) // bmt.world_size())
+        topology = bmt.current().topology
+        rounds = -(-len(self._batches) // topology.data_size)
         sums = torch.zeros(rounds, dtype=torch.float64)
         was_training = model.training
         model.eval()
         for number in range(rounds):
-            index = number * bmt.world_size() + bmt.rank()
+            index = number * topology.data_size + topology.data_rank
             # A rank with no batch left runs the last one for nothing: the others need its part of the parameters.
             inputs, targets = self._windows.take(self._batches[min(index, len(self._batches) - 1)])
             positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
             logits = model(inputs.to(device), positions)
             if index < len(self._batches):
                 losses = self._loss_func(logits.flatten(0, 1), targets.to(device).flatten())
-                sums[number] = losses.double().sum()
+                # Ranks along tp have the same losses, and one of them counts.
+                sums[number] = losses.double().sum() if bmt.config["tp_rank"] == 0 else 0.0
         model.train(was_training)
         # fsum rounds once, so the order, which depends on the number of ranks, does not matter.
         return math.fsum(bmt.gather_result(sums).tolist()) / self._num_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import bmtrain as bmt
 from text import SEPARATOR
 
 
@@ -22,9 +23,13 @@ def generate(
     was_training = model.training
     model.eval()
     for _ in range(length):
-        inputs = torch.tensor([text[-context:]], device=device)
+        read = text[-context:]
+        # The last position does not read those after it, so what the sequence is padded with does not matter.
+        padding = [0] * (-len(read) % bmt.config["tp_size"])
+        inputs = torch.tensor([read + padding], device=device)
         positions = torch.arange(inputs.shape[1], device=device)[None]
-        logits = model(inputs, positions)[0, -1].float().cpu()
+        logits = model(inputs, positions)[0, len(read) - 1]
+        logits = bmt.distributed.all_gather(logits, bmt.config["tp_comm"]).flatten().float().cpu()
         chances = torch.softmax(logits / temperature, dim=-1)
         text.append(int(torch.multinomial(chances, 1, generator=generator)))
     model.train(was_training)

@@ -55,6 +55,7 @@ class Options:
     warmup: int
     clip: float
     zero_level: int
+    tp: int
     checkpoint: bool
     log_every: int
     eval_every: int
@@ -72,7 +73,7 @@ class Options:
             values["resume"] = values["out"] / CHECKPOINTS
         options = cls(**values)
         positive = (
-            "steps batch_size seq_len accumulate layers dim heads log_every eval_every eval_windows checkpoint_every"
+            "steps batch_size seq_len accumulate layers dim heads tp log_every eval_every eval_windows checkpoint_every"
         )
         for name in positive.split():
             if getattr(options, name) < 1:
@@ -135,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sharding = _adder(parser, "sharding")
     sharding("--zero-level", type=int, choices=range(4), default=3, help="ZeRO level of the blocks")
+    sharding("--tp", type=int, default=1, help="ranks that compute each block together, on the same sequences")
     sharding(
         "--no-checkpoint", dest="checkpoint", action="store_false", help="keep activations instead of recomputing them"
     )

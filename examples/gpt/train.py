@@ -24,7 +24,7 @@ from windows import Shard, Windows
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line asks."""
     options = Options.parse(arguments)
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, device=options.device)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, tp_size=options.tp, device=options.device)
     try:
         train(options)
     finally:
@@ -33,16 +33,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train(options: Options) -> None:
     """Train, evaluate, save and sample. Collective."""
+    check_sizes(options)
     text = read_text(options.data, options.max_bytes)
     windows = Windows(text.training_bytes(), options.seq_len)
-    check_batch(options)
+    topology = bmt.current().topology
     shard = Shard(
-        len(windows), batch_size=options.batch_size, seed=options.seed, rank=bmt.rank(), world_size=bmt.world_size()
+        len(windows),
+        batch_size=options.batch_size,
+        seed=options.seed,
+        rank=topology.data_rank,
+        world_size=topology.data_size,
     )
     evaluate = Evaluation(Windows(text.held_out_bytes(), options.seq_len), options.eval_windows)
 
     model = build_model(options)
-    loss_func = bmt.loss.FusedCrossEntropy()
+    loss_func = bmt.loss.FusedCrossEntropy(parallel=True)
     optimizer = bmt.optim.create(options.optimizer, model.parameters(), lr=options.lr)
     # The schedule counts the step under way, from 1: at 0 the learning rate is 0.
     lr_scheduler = bmt.lr_scheduler.Cosine(
@@ -160,12 +165,18 @@ def resume(path: Path, model: torch.nn.Module, optim_manager: Any, identity: dic
     return restored["step"], restored["extra"]["first_loss"]
 
 
-def check_batch(options: Options) -> None:
-    """Raise a ``ValueError`` unless every micro-batch of every rank has as many sequences as any other."""
-    parts = bmt.world_size() * options.accumulate
+def check_sizes(options: Options) -> None:
+    """Raise a ``ValueError`` unless the batch, the sequences and the model can be divided evenly among the ranks."""
+    sizes = {"--heads": options.heads, "--seq-len": options.seq_len, "the vocabulary of": VOCABULARY}
+    uneven = [f"{name} {size}" for name, size in sizes.items() if size % options.tp != 0]
+    if uneven:
+        raise ValueError(f"--tp {options.tp} must divide {' and '.join(uneven)}.")
+    data_size = bmt.current().topology.data_size
+    parts = data_size * options.accumulate
     if options.batch_size % parts != 0:
+        ranks = f"{data_size} ranks" if options.tp == 1 else f"{data_size} groups of --tp {options.tp} ranks"
         raise ValueError(
-            f"--batch-size {options.batch_size} is not a multiple of {bmt.world_size()} ranks x --accumulate {options.accumulate}."
+            f"--batch-size {options.batch_size} is not a multiple of {ranks} x --accumulate {options.accumulate}."
             f" Try {max(1, options.batch_size // parts) * parts}."
         )
 

@@ -7,11 +7,14 @@ import torch.nn.functional as F
 
 import bmtrain as bmt
 
-from .linear import Linear
+from .linear import RowParallelLinear
 
 
 class Attention(bmt.DistributedModule):
-    """Multi-head self-attention (Vaswani et al. 2017, §3.2), with one product for queries, keys and values."""
+    """Multi-head self-attention (Vaswani et al. 2017, §3.2), with one product for queries, keys and values.
+
+    Each rank along ``tp`` computes some of the heads, for all positions.
+    """
 
     def __init__(
         self,
@@ -25,20 +28,21 @@ class Attention(bmt.DistributedModule):
     ) -> None:
         super().__init__()
         self.dim_head = dim_head
-        self.num_heads = num_heads
-        self.project_qkv = Linear(dim_model, 3 * num_heads * dim_head, bias=bias, dtype=dtype)
-        self.project_out = Linear(num_heads * dim_head, dim_model, bias=bias, dtype=dtype, init_gain=output_gain)
+        width = num_heads * dim_head
+        self.project_qkv = bmt.nn.ColumnParallelLinear(
+            dim_model, 3 * width, bias=bias, dtype=dtype, sections=[width] * 3
+        )
+        self.project_out = RowParallelLinear(width, dim_model, bias=bias, dtype=dtype, init_gain=output_gain)
 
     def forward(self, hidden: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-        """Take (batch, length, dim_model) to the same shape.
+        """Take (length / tp, batch, dim_model) to the same shape.
 
         ``visible`` (batch, length of queries, length of keys) is True where a query reads a key; every query must read at
         least one. None: a position reads itself and those before it.
         """
-        batch, length, _ = hidden.shape
-        qkv = self.project_qkv(hidden).view(batch, length, 3, self.num_heads, self.dim_head)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        qkv = self.project_qkv(hidden).unflatten(-1, (3, -1, self.dim_head))
+        query, key, value = qkv.permute(2, 1, 3, 0, 4)
         mask = visible[:, None] if visible is not None else None
         read = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        output: torch.Tensor = self.project_out(read.transpose(1, 2).flatten(2))
+        output: torch.Tensor = self.project_out(read.permute(2, 0, 1, 3).flatten(2))
         return output

@@ -1,4 +1,4 @@
-"""``Embedding``: a vector for each token, and with the same table the way back to logits."""
+"""``Embedding``: a vector for each position."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ class Embedding(bmt.DistributedModule):
             init_method=bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=init_std),
         )
 
-    def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
-        """Look up the ids ``x``; with ``projection``, take vectors (..., embedding_dim) to logits over all ids."""
-        if projection:
-            return F.linear(x, self.weight)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Look up the ids ``x``."""
         return F.embedding(x, self.weight)

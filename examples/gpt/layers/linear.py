@@ -1,14 +1,13 @@
-"""``Linear``: a matrix product and a bias."""
+"""``RowParallelLinear``: the layer of bmt-tp, with a gain of its initial weights."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 import bmtrain as bmt
 
 
-class Linear(bmt.DistributedModule):
+class RowParallelLinear(bmt.nn.RowParallelLinear):
     """``y = x Wᵀ + b``, with W from Xavier's normal distribution times ``init_gain`` and b zero at the start."""
 
     def __init__(
@@ -20,18 +19,7 @@ class Linear(bmt.DistributedModule):
         *,
         init_gain: float = 1.0,
     ) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(
-            torch.empty(out_features, in_features, dtype=dtype),
-            init_method=bmt.ParameterInitializer(torch.nn.init.xavier_normal_, gain=init_gain),
-        )
-        self.bias: bmt.DistributedParameter | None = None
-        if bias:
-            self.bias = bmt.DistributedParameter(
-                torch.empty(out_features, dtype=dtype),
-                init_method=bmt.ParameterInitializer(torch.nn.init.zeros_),
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take (..., in_features) to (..., out_features)."""
-        return F.linear(x, self.weight, self.bias)
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype)
+        weight = self._parameters["weight"]  # the parameter itself: self.weight gathers a copy of the whole
+        assert isinstance(weight, bmt.DistributedParameter)
+        weight._init_method = bmt.ParameterInitializer(torch.nn.init.xavier_normal_, gain=init_gain)

@@ -1,4 +1,8 @@
-"""``GPT``: a language model of pre-norm transformer blocks, with input and output embeddings tied."""
+"""``GPT``: a language model of pre-norm transformer blocks, with input and output embeddings tied.
+
+Between layers, activations are (length / tp, batch, dim_model), where ``tp`` is the ``tp_size`` of the run. Sequence first, so that
+each rank along ``tp`` has its part of the positions, and a batch of 1 can be cut, too.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +37,17 @@ class TransformerEncoder(bmt.DistributedModule):
         self.ff = FeedForward(dim_model, dim_ff, bias=bias, dtype=dtype, output_gain=gain)
 
     def forward(self, hidden: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-        """Take (batch, length, dim_model) to the same shape; ``visible`` as in :class:`Attention`."""
+        """Take (length / tp, batch, dim_model) to the same shape; ``visible`` as in :class:`Attention`."""
         hidden = hidden + self.attn(self.ln_attn(hidden), visible)
         hidden = hidden + self.ff(self.ln_ff(hidden))
         return hidden
 
 
 class GPT(bmt.DistributedModule):
-    """The GPT of BMTrain's example. ``use_checkpoint`` and ``zero_level`` are those of every block: see ``bmt.Block``."""
+    """The GPT of BMTrain's example. ``use_checkpoint`` and ``zero_level`` are those of every block: see ``bmt.Block``.
+
+    ``tp`` must divide ``num_heads``, ``dim_ff``, ``vocab_size`` and the length of what it is called with.
+    """
 
     def __init__(
         self,
@@ -59,7 +66,9 @@ class GPT(bmt.DistributedModule):
     ) -> None:
         super().__init__()
         self.max_distance = max_distance
-        self.input_embedding = Embedding(vocab_size, dim_model, dtype=dtype, init_std=EMBEDDING_STD)
+        self.input_embedding = bmt.nn.VPEmbedding(
+            vocab_size, dim_model, dtype=dtype or torch.get_default_dtype(), init_std=EMBEDDING_STD
+        )
         self.position_embedding = Embedding(max_distance, dim_model, dtype=dtype, init_std=EMBEDDING_STD)
         self.transformers = bmt.TransformerBlockList(
             [
@@ -74,7 +83,9 @@ class GPT(bmt.DistributedModule):
         self.layernorm = LayerNorm(dim_model, bias=bias, dtype=dtype)
 
     def forward(self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits (batch, length, vocab_size) of the token after each of ``input_ids`` (batch, length).
+        """Return logits (batch, length, vocab_size / tp) of the token after each of ``input_ids`` (batch, length).
+
+        What is passed is alike on all ranks along ``tp``; the logits are those of this rank's part of the vocabulary.
 
         ``pos`` (batch, length) are the positions, below ``max_distance``. ``mask`` (batch, length) is False at padding, which no
         other position reads; what comes out there means nothing. None: no padding, and ``pos`` ascends, which is faster.
@@ -84,7 +95,17 @@ class GPT(bmt.DistributedModule):
             visible = mask[:, None, :] & (pos[:, None, :] <= pos[:, :, None])
             # Padding reads itself: the softmax over nothing is not a number, and would reach the parameters' gradients.
             visible = visible | torch.eye(pos.shape[1], dtype=torch.bool, device=pos.device)
-        hidden = self.input_embedding(input_ids) + self.position_embedding(pos)
+        hidden = self.input_embedding(own_positions(input_ids)) + self.position_embedding(own_positions(pos))
         hidden = self.transformers(hidden, visible)
         logits: torch.Tensor = self.input_embedding(self.layernorm(hidden), projection=True)
         return logits
+
+
+def own_positions(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's positions of ``x`` (batch, length), as (length / tp, batch)."""
+    tp, index = bmt.config["tp_size"], bmt.config["tp_rank"]
+    length = x.shape[1]
+    if length % tp != 0:
+        raise ValueError(f"The sequences have {length} positions, which is not a multiple of tp_size={tp}. Pad them.")
+    own: torch.Tensor = x.t().chunk(tp)[index]
+    return own

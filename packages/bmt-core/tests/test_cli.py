@@ -38,6 +38,14 @@ def bmt_cli_commands():
     return [greet, fail, doctor]
 """
 
+AXES = """
+from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.settings import MeshAxis
+@hookimpl
+def bmt_mesh_axes(config):
+    return [MeshAxis("expert", 2, 60)] + ([MeshAxis("tp", config.tp_size, 100)] if config.tp_size > 1 else [])
+"""
+
 
 @pytest.fixture
 def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
@@ -194,6 +202,21 @@ def bmt_kernel_providers():
     output = bmt("doctor", plugins=("fast-kernels",)).output
     assert "cannot be used: this device has no AVX-1024" in output
     assert f"is for {elsewhere}, and runs here use {here}" in output
+
+
+def test_doctor_shows_the_axes_of_the_grid_and_who_asks_for_them(bmt: Bmt, install: Install) -> None:
+    assert "asked for by" not in bmt("doctor").output
+    install("experts", AXES)
+    output = bmt("doctor", plugins=("experts",)).output
+    lines = [line.strip("│ ").split("│") for line in output.splitlines() if "│" in line]
+    found = {line[0].strip(): line[-1].strip() for line in lines}
+    assert found["dp"] == "the ranks that the other axes leave"
+    assert found["expert"] == "in every run"
+    assert found["tp"] == "asked for by tp_size"
+    install("more-experts", AXES)
+    result = bmt("doctor", plugins=("experts", "more-experts"))
+    assert result.exit_code == 1
+    assert "'expert' is offered twice" in result.output
 
 
 # --- the rules of the environment ---

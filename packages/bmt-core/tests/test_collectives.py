@@ -174,6 +174,7 @@ def on_any_tensor() -> None:
     assert distributed.all_gather(torch.tensor(float(rank))).tolist() == list(range(size))
     assert distributed.all_reduce(torch.tensor(2)).item() == 2 * size
     assert distributed.all_gather(torch.empty(0, 3)).shape == (size, 0, 3)
+    assert distributed.all_gather(base[1:2, 2:3].t())[:, 0, 0].tolist() == [8 + 100 * r for r in range(size)]
     expanded = torch.ones(1, 3).expand(2, 3)
     assert torch.equal(distributed.all_reduce(expanded), torch.full((2, 3), float(size)))
     for dtype in (torch.int32, torch.int64, torch.uint8):

@@ -17,7 +17,9 @@ from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import BmtError
 from bmt_core.ops import KernelProvider, choose_kernels
 from bmt_core.plugins import Registry
-from bmt_core.settings import DEFAULT_COMM_BACKEND
+from bmt_core.run.bmtrain_names import argument_for, settings_of_all_axes
+from bmt_core.run.topology import DATA_AXIS
+from bmt_core.settings import DEFAULT_COMM_BACKEND, RunSettings
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "cyan"}
 
@@ -26,8 +28,8 @@ _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "c
 def doctor() -> None:
     """Look for what is broken or slow, and say what to do.
 
-    Reports on torch, device, communication backends, kernels, plugins and environment variables. Exit status 1 when something
-    cannot work; warnings leave it 0.
+    Reports on torch, device, communication backends, kernels, plugins, the axes of the rank grid and environment variables.
+    Exit status 1 when something cannot work; warnings leave it 0.
     """
     report = Report(make_console())
     registry = Registry.load_what_works()
@@ -36,6 +38,7 @@ def doctor() -> None:
     _report_comm_backends(report, registry)
     _report_kernels(report, registry, device)
     _report_plugins(report, registry)
+    _report_grid(report, registry)
     _report_environment(report, device)
     report.finish()
 
@@ -144,6 +147,18 @@ def _report_plugins(report: Report, registry: Registry) -> None:
     rows += [(name, "", "turned off by BMT_DISABLE_PLUGINS") for name in registry.disabled]
     rows += [("", "error", str(problem)) for problem in registry.examine()]
     report.table("Plugins", rows, ("plugin", "", ""))
+
+
+def _report_grid(report: Report, registry: Registry) -> None:
+    rows = [(DATA_AXIS.name, "", "the ranks that the other axes leave")]
+    try:
+        always = {axis.name for axis in registry.mesh_axes(RunSettings())}
+        for axis in registry.mesh_axes(settings_of_all_axes()):
+            in_words = "in every run" if axis.name in always else f"asked for by {argument_for(axis.name)}"
+            rows.append((axis.name, "", in_words))
+    except BmtError as problem:
+        rows.append(("", "error", str(problem)))
+    report.table("Axes of the rank grid", rows, ("axis", "", ""))
 
 
 def _report_environment(report: Report, device: torch.device) -> None:

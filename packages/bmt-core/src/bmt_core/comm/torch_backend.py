@@ -267,8 +267,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
             f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)} and strides"
             f" {tensor.stride()}. Call .contiguous() first."
         )
-    # gloo and NCCL do not know every dtype (complex, float8), but they know bytes. A 0-dim tensor has no view of bytes.
-    return tensor.reshape(-1).view(torch.uint8)
+    # gloo and NCCL do not know every dtype (complex, float8), but they know bytes. A tensor of one element has no view of
+    # bytes when it has no dim, or when its stride, which can be any, is not 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _copied(output: torch.Tensor, input: torch.Tensor) -> Work:

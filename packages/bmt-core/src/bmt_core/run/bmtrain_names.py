@@ -37,6 +37,11 @@ def argument_for(axis: str) -> str:
     return _ARGUMENTS[axis][0] if axis in _ARGUMENTS else f"the size of {axis!r}"
 
 
+def settings_of_all_axes() -> RunSettings:
+    """Return settings that ask for every axis that has an argument, to find out which of them plugins bring."""
+    return RunSettings(tp_size=2, pipe_size=2)
+
+
 def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> None:
     """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not among ``axes``."""
     provided = {axis.name for axis in axes}

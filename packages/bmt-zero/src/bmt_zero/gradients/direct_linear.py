@@ -77,8 +77,7 @@ class DirectLinear:
 
     def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Writer | None:
         """See :class:`bmt_core.modules.layer_gradients.LayerGradients`."""
-        call = self._running.call
-        return None if call is None or not _is_plain(input, weight, bias) else _Writer(self, call)
+        return _Writer(self, self._running.call) if _is_plain(input, weight, bias) else None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See ``torch.nn.functional.linear``."""
@@ -133,12 +132,12 @@ class _Linear(torch.autograd.Function):
 
 
 class _Writer:
-    """See :class:`bmt_core.modules.layer_gradients.GradientWriter`."""
+    """See :class:`bmt_core.modules.layer_gradients.GradientWriter`. Without ``call`` it returns gradients: see :class:`_Linear`."""
 
-    def __init__(self, layer: DirectLinear, call: GradientCall) -> None:
+    def __init__(self, layer: DirectLinear, call: GradientCall | None) -> None:
         self._layer = layer
         self._call = call
-        self._recomputation = call.layer_recomputation
+        self._recomputation = None if call is None else call.layer_recomputation
         self._before = 0
 
     def begin_forward(self, input: torch.Tensor) -> None:
@@ -151,7 +150,8 @@ class _Writer:
             self._recomputation = None  # autograd will hold this object, and with it nothing that was saved
 
     def begin_backward(self) -> None:
-        self._call.begin_backward()
+        if self._call is not None:
+            self._call.begin_backward()
 
     def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
         return _written(self._call, self._layer.weight, _WeightGradient(grad, input))
