@@ -74,12 +74,12 @@ def split_lookup(
     ``padding_idx`` gets no gradient. Collective.
     """
     group = tensor_group()
+    if scattered and group.size > 1:
+        ids = gather_stacked(ids, group).flatten(0, 1)
     if ids.device.type == "cpu" and ids.numel():
-        _check_ids(ids, len(weight) * group.size)
+        _check_ids(ids, len(weight) * group.size)  # those of all ranks, so that all raise
     if group.size == 1:
         return embedding(ids, weight, padding_idx)
-    if scattered:
-        ids = gather_stacked(ids, group).flatten(0, 1)
     column = ids - group.rank * len(weight)
     is_here = (column >= 0) & (column < len(weight))
     padding = None if padding_idx is None else padding_idx - group.rank * len(weight)

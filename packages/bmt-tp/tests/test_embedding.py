@@ -1,0 +1,61 @@
+"""``VPEmbedding`` compared with the whole table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from tp_models import drawn, gradients_of, own_columns, own_rows, tp
+
+from bmt_core.errors import ConfigError
+from bmt_core.testing import run_ranks
+from bmt_tp import VPEmbedding
+
+VOCABULARY, FEATURES, LENGTH, BATCH = 12, 5, 8, 3
+
+
+def looked_up_and_projected() -> None:
+    weight = drawn(VOCABULARY, FEATURES, seed=1)
+    ids = torch.randint(VOCABULARY, (LENGTH, BATCH), generator=torch.Generator().manual_seed(2))
+    vectors, grad = drawn(LENGTH, BATCH, FEATURES, seed=3), drawn(LENGTH, BATCH, FEATURES, seed=4)
+    of_logits = drawn(BATCH, LENGTH, VOCABULARY, seed=5)
+    dense = nn.Embedding(VOCABULARY, FEATURES, dtype=torch.float64)
+    dense.load_state_dict({"weight": weight})
+    input = vectors.clone().requires_grad_()
+    expected = dense(ids)
+    logits = (input @ dense.weight.t()).transpose(0, 1)
+    torch.autograd.backward([expected, logits], [grad, of_logits])
+    assert dense.weight.grad is not None and input.grad is not None
+
+    table = VPEmbedding(VOCABULARY, FEATURES, dtype=torch.float64)
+    table.load_state_dict({"weight": weight})
+    own = own_rows(vectors).requires_grad_()
+    found, found_logits = table(own_rows(ids)), table(own, projection=True)
+    torch.autograd.backward([found, found_logits], [own_rows(grad), own_columns(of_logits)])
+    assert own.grad is not None
+    torch.testing.assert_close(found, own_rows(expected))
+    torch.testing.assert_close(found_logits, own_columns(logits))
+    torch.testing.assert_close(own.grad, own_rows(input.grad))
+    torch.testing.assert_close(gradients_of(table)["weight"], dense.weight.grad)
+    torch.testing.assert_close(table(own_rows(vectors[:, 0]), projection=True), own_columns(vectors[:, 0] @ weight.t()))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_lookup_and_projection_equal_those_of_the_whole_table(tp_size: int) -> None:
+    run_ranks(looked_up_and_projected, tp_size, init={"tp_size": tp_size})
+
+
+def refused() -> str:
+    with pytest.raises(ConfigError, match="vocab_size is 7, which tp_size=2 does not divide"):
+        VPEmbedding(7, FEATURES)
+    table = VPEmbedding(VOCABULARY, FEATURES, dtype=torch.float32)
+    table.load_state_dict({"weight": torch.ones(VOCABULARY, FEATURES)})
+    wrong = VOCABULARY if tp()[0] == 1 else 0
+    with pytest.raises(IndexError) as caught:
+        table(torch.tensor([0, wrong]))
+    return str(caught.value)
+
+
+def test_an_id_out_of_range_on_one_rank_is_one_error_on_all() -> None:
+    said = run_ranks(refused, 2, init={"tp_size": 2})
+    assert said == ["Id 12 is out of range: the vocabulary has 12 entries, 0 to 11."] * 2
