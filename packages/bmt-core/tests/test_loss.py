@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bmt_core.errors import BmtError
 from bmt_core.loss import FusedCrossEntropy, _function
 from bmt_core.ops import reference
 from bmt_core.ops.reference.cross_entropy import MAX_ELEMENTS
@@ -422,3 +423,9 @@ def test_reference_touches_no_memory_for_a_class_that_is_elsewhere() -> None:
     target = torch.tensor([-(2**62), 2**62, 5])
     _, _, target_log_prob, _ = reference.cross_entropy_forward(logits + 1, target, first_class=4)
     assert target_log_prob[:2].tolist() == [0, 0] and target_log_prob[2].item() == pytest.approx(math.log(0.25))
+
+
+def test_second_derivatives_are_refused_where_a_term_would_be_missing() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    with pytest.raises(BmtError, match="no second derivatives"):
+        torch.autograd.grad(FusedCrossEntropy()(logits, torch.arange(3)), logits, create_graph=True)

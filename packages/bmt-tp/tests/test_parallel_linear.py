@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import linear
 from tp_models import drawn, own_columns, own_rows, tp
 
-from bmt_core.errors import ConfigError
+from bmt_core.errors import BmtError, ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.testing import run_ranks
 from bmt_tp import ColumnParallelLinear, OpParallelLinear, ReduceType, RowParallelLinear, parallel_linear
@@ -121,6 +121,35 @@ def test_any_number_of_rows_and_chunks() -> None:
     run_ranks(odd_rows, 2, init={"tp_size": 2})
 
 
+def no_sequences() -> None:
+    """Rows of no vectors: a batch of none, sequence first."""
+    for column in (True, False):
+        weight = own_rows(drawn(OUT, IN)) if column else own_columns(drawn(OUT, IN))
+        for option in (True, False):
+            x = torch.zeros(4, 0, weight.shape[1], dtype=torch.float64, requires_grad=True)
+            kind = None if column else ReduceType.REDUCE_SCATTER if option else ReduceType.ALL_REDUCE
+            found = parallel_linear(x, weight, gather_input=column and option, reduce_output_type=kind)
+            assert found.shape == (4 if not option else 8 if column else 2, 0, weight.shape[0])
+            found.sum().backward()
+            assert x.grad is not None and x.grad.shape == x.shape
+
+
+def test_a_batch_of_none_has_an_empty_output_and_gradient() -> None:
+    run_ranks(no_sequences, 2, init={"tp_size": 2})
+
+
+def second_derivative() -> None:
+    x = own_rows(drawn(4, IN)).requires_grad_()
+    weight = own_rows(drawn(OUT, IN)).requires_grad_()
+    with pytest.raises(BmtError, match="no second derivatives"):
+        torch.autograd.grad(parallel_linear(x, weight, gather_input=True).sum(), x, create_graph=True)
+    torch.autograd.grad(parallel_linear(x, weight, gather_input=True).sum(), x)
+
+
+def test_second_derivatives_are_refused_where_a_term_would_be_missing() -> None:
+    run_ranks(second_derivative, 2, init={"tp_size": 2})
+
+
 def refused() -> list[str]:
     x = torch.zeros(3, IN)
     messages = []
@@ -138,6 +167,15 @@ def refused() -> list[str]:
     }.items():
         with pytest.raises(ConfigError, match=text):
             OpParallelLinear.apply(x, torch.zeros(OUT, IN), None, *options)  # type: ignore[arg-type]
+    for wrong_dtype in (x.long(), x.double()):
+        with pytest.raises(
+            ValueError, match=r"must have one dtype; the input has torch.(int|float)64, the weight torch.float32"
+        ):
+            parallel_linear(wrong_dtype, torch.ones(OUT, IN), gather_input=True)
+        rows = torch.full((2, IN), float(tp()[0]))  # and nothing of the refused call arrives in the next one
+        assert parallel_linear(rows, torch.ones(1, IN), gather_input=True).flatten().tolist() == [0, 0, IN, IN]
+    with pytest.raises(ConfigError, match=r"sections \(-4, 16\) must be sizes of at least 1"):
+        ColumnParallelLinear(IN, OUT, sections=(-4, 16))
     with pytest.raises(ConfigError, match="at least 1"):
         parallel_linear(x, torch.zeros(OUT, IN), chunks=0)
     with pytest.raises(ValueError, match=r"3 rows, which cannot be scattered evenly over 2 ranks\. Pad them to 4"):

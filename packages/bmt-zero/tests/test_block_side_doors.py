@@ -477,7 +477,7 @@ def second_derivatives(level: int, use_checkpoint: bool) -> None:
         lambda x: aside(x).sum() * 0 + aside.aux,
     ):
         x = X.clone().requires_grad_()
-        with pytest.raises(BmtError, match="no second derivatives through Blocks"):
+        with pytest.raises(BmtError, match="no second derivatives"):
             torch.autograd.grad(loss(x), x, create_graph=True)
         x = X.clone().requires_grad_()
         torch.autograd.grad(loss(x), x)  # nothing was left behind

@@ -51,6 +51,8 @@ class ColumnParallelLinear(DistributedModule):
         self.sections = tuple(sections)
         if self.sections and sum(self.sections) != out_features:
             raise ConfigError(f"sections {self.sections} do not add up to out_features={out_features}.")
+        if min(self.sections, default=1) < 1:
+            raise ConfigError(f"sections {self.sections} must be sizes of at least 1.")
         own = sum([own_share(section, f"A section of {out_features} output features") for section in self.sections])
         own = own or own_share(out_features, "out_features")
         place = Locality(AXIS, split_dim=0, sections=self.sections)

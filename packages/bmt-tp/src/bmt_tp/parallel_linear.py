@@ -6,11 +6,11 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
+from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.modules.layer_gradients import GradientWriter, LayerGradients
 from bmt_tp.compiled_linear import CompiledLinear
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
@@ -93,7 +93,7 @@ def parallel_linear(
 
     ``gradients`` is what a Block has set on the layer whose weight and bias these are.
 
-    Raises ``ValueError`` for shapes that do not fit, :class:`ConfigError` for options that contradict each other; before
+    Raises ``ValueError`` for shapes or dtypes that do not fit, :class:`ConfigError` for options that contradict each other; before
     anything is communicated, on every rank, whose shapes are alike.
     """
     group = tensor_group()
@@ -102,6 +102,7 @@ def parallel_linear(
     _check_options(gather_input, gather_output, split_input, reduce_output_type, chunks)
     _check_shapes(input, weight, bias, group, split_input)
     input, weight, bias = _as_autocast(input, weight, bias)
+    _check_dtypes(input, weight, bias)
     if reduce_output_type is None:
         output = _applied(True, input, weight, bias, gather_input, chunks, gradients)
         return gather_features(output, group) if gather_output else output
@@ -163,7 +164,7 @@ class _ParallelLinear(torch.autograd.Function):
         return (column_forward if column else row_forward)(input, weight, bias, option, chunks).detach()
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.writer is not None:
             ctx.writer.begin_backward()  # backward may not have come through the block's outputs
@@ -224,3 +225,14 @@ def _check_shapes(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"Expected a bias of shape ({weight.shape[0]},), not {tuple(bias.shape)}.")
+
+
+def _check_dtypes(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` for what the product would refuse only after its rows are under way, which nobody then awaits."""
+    found = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
+    if len(found) > 1:
+        of_bias = "" if bias is None else f" and bias {bias.dtype}"
+        raise ValueError(
+            f"Input, weight and bias must have one dtype; the input has {input.dtype}, the weight {weight.dtype}{of_bias}."
+            " Convert the input with .to(dtype), or use torch.autocast."
+        )

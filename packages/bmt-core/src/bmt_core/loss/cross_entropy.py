@@ -16,6 +16,7 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.loss._function import kernels_for
+from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.ops import HostFlag
 from bmt_core.run.bmtrain_names import TENSOR_AXIS
 from bmt_core.run.runtime import current, is_initialized
@@ -186,7 +187,7 @@ class _CrossEntropy(torch.autograd.Function):
         return rows.mask(losses)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         logits, row_max, log_sum = ctx.saved_tensors
         rows: _Rows = ctx.rows

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
-from bmt_zero.gradients.first_derivatives import first_derivatives_only
 
 
 class Location(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bmt_zero.gradients.first_derivatives import first_derivatives_only
+from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_zero.schedule.block_call import BlockCall
 
 

@@ -24,8 +24,8 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise BmtError(
-                "create_graph=True reached a Block, and there are no second derivatives through Blocks: they gather their"
-                " parameters for one backward pass. Compute what needs them in modules that are no Blocks."
+                "create_graph=True reached a Block, a parallel layer or FusedCrossEntropy, and there are no second derivatives"
+                " through them. Compute what needs second derivatives with modules of plain torch, outside of Blocks."
             )
         return differentiable(ctx, *grads)
 
