@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bmt_core import DistributedModule
 from bmt_core.testing import run_ranks
 from bmt_tp import own_random_numbers
 
@@ -28,6 +29,19 @@ def test_ranks_draw_differently_inside_and_alike_outside() -> None:
     (before, first, after), (other_before, other_first, other_after) = run_ranks(drawn, 2, init={"tp_size": 2})
     assert torch.equal(before, other_before) and torch.equal(after, other_after)
     assert not torch.equal(first, other_first)
+
+
+def drawn_by_a_module() -> list[float]:
+    module = DistributedModule()
+    module.forward = lambda: torch.rand(4)  # type: ignore[method-assign, assignment]
+    with own_random_numbers():
+        found: list[float] = module().tolist()
+    return found
+
+
+def test_modules_called_inside_draw_differently_on_ranks_of_other_data() -> None:
+    found = run_ranks(drawn_by_a_module, 4, init={"tp_size": 2})
+    assert len(set(map(tuple, found))) == 4
 
 
 def unchanged() -> torch.Tensor:

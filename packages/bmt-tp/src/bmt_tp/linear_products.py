@@ -30,7 +30,7 @@ def column_forward(
     if not gather_input:
         return linear(input, weight, bias)
     output = GatheredRows(_rows(input), chunks).times(weight.t(), bias)
-    return output.view(-1, *input.shape[1:-1], weight.shape[0])
+    return output.view(len(input) * tensor_group().size, *input.shape[1:-1], weight.shape[0])
 
 
 def column_backward(
@@ -63,7 +63,8 @@ def row_forward(
     """Return the sum over the ranks of their products: of this rank's rows if ``scattered``, else of all rows."""
     start = summed_product if scattered else reduced_product
     output = start(_rows(input), weight.t(), bias, chunks)()
-    return output.view(-1, *input.shape[1:-1], weight.shape[0])
+    rows = len(input) // tensor_group().size if scattered else len(input)
+    return output.view(rows, *input.shape[1:-1], weight.shape[0])
 
 
 def row_backward(

@@ -27,7 +27,10 @@ def own_random_numbers() -> Iterator[None]:
     if tensor_size() == 1:
         yield
         return
-    seed = rank_seed(int(torch.randint(2**62, ())), current().topology.axis_rank(AXIS))
+    topology = current().topology
+    # With the data rank, for a Block that is called inside takes this stream for that of its data rank.
+    place = topology.data_rank * tensor_size() + topology.axis_rank(AXIS)
+    seed = rank_seed(int(torch.randint(2**62, ())), place)
     generators = [torch.default_generator]
     if current().device.type == "cuda":
         generators.append(torch.cuda.default_generators[current().device.index])
