@@ -227,6 +227,8 @@ def under_autocast() -> None:
     assert found.dtype == torch.bfloat16
     found.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert parallel_linear(x.double(), weight.double(), gather_input=True).dtype == torch.float64
 
 
 def test_autocast_decides_the_dtype() -> None:

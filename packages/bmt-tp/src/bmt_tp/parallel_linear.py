@@ -83,8 +83,8 @@ def parallel_linear(
 
     Gradients are those of the whole function: see [Note: what the gradients are]
     in linear_products.py. The bias of a reduced output gets on each
-    rank the gradient from 1/W of the rows, so its gradients are to be summed over the group, as those of a
-    :class:`DistributedParameter` are that is not local along ``tp``.
+    rank the gradient from 1/W of the rows. Their sum over the group is its gradient; the engine forms it for a
+    :class:`DistributedParameter` that is not local along ``tp``.
 
     The rows of each rank travel in up to ``chunks`` pieces beside the products, none too small to keep the device busy; None: in
     as many as there can be. Per rank
@@ -93,8 +93,8 @@ def parallel_linear(
 
     ``gradients`` is what a Block has set on the layer whose weight and bias these are.
 
-    Raises ``ValueError`` for shapes or dtypes that do not fit, :class:`ConfigError` for options that contradict each other; before
-    anything is communicated, on every rank, whose shapes are alike.
+    Raises ``ValueError`` for shapes or dtypes that do not fit, :class:`ConfigError` for options that contradict each other. These
+    are alike on all ranks, so that all raise, before anything is communicated.
     """
     group = tensor_group()
     if group.size == 1:
@@ -185,12 +185,16 @@ class _ParallelLinear(torch.autograd.Function):
 def _as_autocast(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return them in the dtype in which autocast computes products, if it is on."""
+    """Return them in the dtype in which autocast computes products, if it is on; it leaves float64 alone."""
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
         return input, weight, bias
     dtype = torch.get_autocast_dtype(kind)
-    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    return cast(input), cast(weight), None if bias is None else cast(bias)
 
 
 def _check_options(
