@@ -1,7 +1,7 @@
 """The parallel linear functions as operators of torch, for code that is compiled.
 
-The compiler cannot look into streams and communication. An operator is one call to it, of which it knows the shape of the output,
-so that it compiles what is around it in one piece. The operators are registered by their schemas: ``torch.library.custom_op`` would
+The compiler cannot look into streams and communication. To it an operator is one call whose output has a known shape, so that it
+compiles the code around the call in one piece. The operators are registered by their schemas: ``torch.library.custom_op`` would
 take the host longer at each call than all that they do.
 """
 

@@ -93,7 +93,7 @@ def split_lookup(
 
 
 class _JoinVectors(torch.autograd.Function):
-    """Sum over the ranks, of which one has each vector and the others zero."""
+    """The sum over the ranks: of each vector one rank has the values, and the others have zeros."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, group: Group, scattered: bool) -> torch.Tensor:

@@ -70,7 +70,7 @@ class ColumnParallelLinear(DistributedModule):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Take rows of ``in_features`` to all rows of this rank's, or of all, output features. Collective over tp."""
+        """Return all rows, with this rank's output features or, with ``gather_output``, all of them. Collective over tp."""
         output = parallel_linear(
             input,
             self.weight,
@@ -136,7 +136,7 @@ class RowParallelLinear(DistributedModule):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Take this rank's features, or its rows, to its rows of the sum, or to all of them. Collective over tp."""
+        """Return this rank's rows of the sum over the ranks or, with ``all_reduce_output``, all rows. Collective over tp."""
         return parallel_linear(
             input,
             self.weight,

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class GatheredRows:
-    """The rows of all ranks as they arrive. ``rows`` are this rank's; starts at once. Collective.
+    """The rows of all ranks; ``rows`` are this rank's. They start to travel when the object is made. Collective.
 
     Volume: each rank receives (W - 1) * rows.
     """
@@ -75,9 +75,10 @@ class GatheredRows:
 def summed_product(
     input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, chunks: int | None
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum over the ranks of ``input factor``, (W * rows, in) to each rank's (rows, out), plus ``bias`` once.
+    """Start ``input factor`` of (W * rows, in), whose sum over the ranks is scattered: each gets its (rows, out), plus ``bias``.
 
-    Return what waits for it and adds the parts up, in float32, rounded once. Collective. Volume: each rank sends (W - 1) * rows.
+    Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. Collective. Volume: each
+    rank sends (W - 1) * rows.
     """
     group, lane, in_lane = tensor_ranks()
     inputs = input.unflatten(0, (group.size, -1))  # type: ignore[no-untyped-call]
@@ -104,7 +105,9 @@ def summed_product(
 def reduced_product(
     input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, chunks: int | None
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum over the ranks of ``input factor``, (n, in) to (n, out) on each, plus ``bias``; return what waits for it.
+    """Start ``input factor`` of (n, in), whose sum over the ranks every rank gets, (n, out), plus ``bias``.
+
+    Return a function that waits for the sum, which the backend forms in the input's dtype.
 
     The rows are computed in ``chunks``, each of which is summed while the next is computed. Collective. Volume: an
     all-reduce of n * out.

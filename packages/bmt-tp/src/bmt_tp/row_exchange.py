@@ -16,24 +16,26 @@ from bmt_tp.tensor_group import tensor_group
 
 @never_compiled
 def own_rows(x: torch.Tensor) -> torch.Tensor:
-    """Take rows (T, ...), alike on all ranks, to this rank's (T/W, ...). Backward gathers the gradients, and is collective."""
+    """Return this rank's rows (T/W, ...) of rows (T, ...), alike on all ranks. Backward gathers gradients, and is collective."""
     own: torch.Tensor = _OwnRows.apply(x, tensor_group())  # type: ignore[no-untyped-call]
     return own
 
 
 @never_compiled
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
-    """Take each rank's rows (T/W, ...) to all of them, (T, ...), of which all ranks compute the same; backward takes its own rows.
+    """Gather the rows (T/W, ...) of each rank into all rows (T, ...).
 
-    Collective. Volume: (W - 1)/W of the result.
+    All ranks compute the same from them, so backward takes this rank's rows of the gradient. Collective. Volume: (W - 1)/W of the
+    result.
     """
     gathered: torch.Tensor = _GatherRows.apply(x, tensor_group())  # type: ignore[no-untyped-call]
     return gathered
 
 
 def gather_input_rows(x: torch.Tensor) -> torch.Tensor:
-    """Take each rank's rows (T/W, ...) to all of them, (T, ...), of which each rank computes another part, of a product's
-    output features, say. Backward sums the gradients of all ranks, in float32, and scatters the rows.
+    """Gather the rows (T/W, ...) of each rank into all rows (T, ...), for a function of which each rank computes a part.
+
+    Such as the output features of a product. Backward sums the gradients of all ranks, in float32, and scatters the rows.
 
     Collective, as is backward. Volume: (W - 1)/W of the result, each way.
     """

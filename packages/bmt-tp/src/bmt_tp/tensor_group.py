@@ -22,7 +22,7 @@ class TensorRanks(NamedTuple):
 
 
 def tensor_ranks() -> TensorRanks:
-    """Return those of the current run, kept, for they are asked for by every product."""
+    """Return those of the current run. Every product asks for them, so they are looked up once."""
     runtime = current()
     found = _of_runs.get(runtime)
     if found is None:

@@ -19,7 +19,7 @@ from bmt_tp.plans.styles import PlannedModule, Style
 
 @dataclass(frozen=True)
 class Claim:
-    """That an entry of the plan, with this pattern, says how a parameter lies along ``tp``; None: as if it were not named."""
+    """How a parameter lies along ``tp`` by the entry of the plan with this pattern; place None: as if no entry named it."""
 
     pattern: str
     place: Locality | None
