@@ -168,7 +168,7 @@ def test_dropout_differs_between_parts_and_repeats_in_recomputation() -> None:
 
 
 def test_what_is_replicated_stays_bit_identical_for_a_hundred_steps() -> None:
-    for values in run_ranks(hundred_steps, 4, init={"tp_size": 4}, timeout=120):
+    for values in run_ranks(hundred_steps, 2, init={"tp_size": 2}, timeout=120):
         assert values and all(torch.equal(value, value[:1].expand_as(value)) for value in values)
 
 

@@ -348,7 +348,7 @@ def test_hook_bmt_mesh_axes() -> None:
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        (RunSettings(tp_size=2), "Install bmt-tp: pip install"),
+        (RunSettings(tp_size=2), "Install bmt-tp: "),
         (RunSettings(pipe_size=2), "bmt-pipeline, does not exist yet"),
     ],
 )

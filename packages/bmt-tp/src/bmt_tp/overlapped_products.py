@@ -9,7 +9,8 @@ rank r - s and sends to rank r + s, so that in each step every rank sends and re
 the rows of one rank, or one of ``chunks`` parts of them.
 
 [Note: memory] Everything is allocated where the computation is queued, before the lane is told to start after it, and
-freed after the computation has waited for the lane: see [Note: buffer lifetime] in bmt_core.run.lanes.
+kept by :class:`UnderWay` until the computation has waited for the lane, also when an exception passes: see
+[Note: buffer lifetime] in bmt_core.run.lanes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,32 @@ class Piece(NamedTuple):
     part: slice | None
 
 
+class UnderWay:
+    """What the lane has been given, in order, with the memory that it reads and writes: see [Note: memory]."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Mark, tuple[torch.Tensor, ...]]] = []
+
+    def add(self, mark: Mark, *memory: torch.Tensor) -> None:
+        """Keep ``memory`` until somebody has waited for ``mark``."""
+        self._marks.append((mark, memory))
+
+    def wait_for_next(self) -> None:
+        """Wait for the first that nobody has waited for."""
+        self._marks[0][0].wait()
+        del self._marks[0]
+
+    def wait(self) -> None:
+        """Wait for the rest."""
+        while self._marks:
+            self.wait_for_next()
+
+    def __del__(self) -> None:
+        # On the CPU memory belongs to no stream, and the peer of a rank that failed may never come.
+        if self._marks and self._marks[0][1][0].is_cuda:
+            self.wait()
+
+
 class GatheredRows:
     """The rows of all ranks; ``rows`` are this rank's. They start to travel when the object is made. Collective.
 
@@ -48,16 +75,16 @@ class GatheredRows:
         self._own = rows.contiguous()
         self._all = rows.new_empty((group.size, *rows.shape))
         lane.after(lane.here())
-        self._arrivals: list[tuple[int, slice | None, torch.Tensor, Mark]] = []
-        for to, source, part in _pieces(group, rows, chunks):
+        self._pieces = _pieces(group, rows, chunks)
+        self._under_way = UnderWay()
+        for to, source, part in self._pieces:
             incoming = _part(self._all[source], part)
             start = functools.partial(in_lane.exchange, [(_part(self._own, part), to)], [(incoming, source)])
-            self._arrivals.append((source, part, incoming, lane.run(start)))
+            self._under_way.add(lane.run(start), self._own, self._all)
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
-        for *_, arrival in self._arrivals:
-            arrival.wait()
+        self._under_way.wait()
         self._all[self._rank] = self._own
         return self._all.flatten(0, 1)
 
@@ -66,9 +93,9 @@ class GatheredRows:
         size, rows, _ = self._all.shape
         output = self._own.new_empty((size, rows, factor.shape[1]))
         _product(self._own, factor, bias, output[self._rank])
-        for source, part, incoming, arrival in self._arrivals:
-            arrival.wait()
-            _product(incoming, factor, bias, _part(output[source], part))
+        for _, source, part in self._pieces:
+            self._under_way.wait_for_next()
+            _product(_part(self._all[source], part), factor, bias, _part(output[source], part))
         return output.flatten(0, 1)
 
 
@@ -84,19 +111,17 @@ def summed_product(
     inputs = input.unflatten(0, (group.size, -1))  # type: ignore[no-untyped-call]
     shape = (group.size, inputs.shape[1], factor.shape[1])
     parts, sent = input.new_empty(shape), input.new_empty(shape)
-    arrivals = []
+    under_way = UnderWay()
     for to, source, part in _pieces(group, inputs[0], chunks):
         outgoing = _part(sent[to], part)
         _product(_part(inputs[to], part), factor, None, outgoing)
         lane.after(lane.here())
         start = functools.partial(in_lane.exchange, [(outgoing, to)], [(_part(parts[source], part), source)])
-        # With what the lane reads, which is kept until the computation has waited for the lane.
-        arrivals.append((lane.run(start), outgoing))
+        under_way.add(lane.run(start), sent, parts)
     _product(inputs[group.rank], factor, bias, parts[group.rank])
 
     def wait() -> torch.Tensor:
-        for arrival, _ in arrivals:
-            arrival.wait()
+        under_way.wait()
         return parts[0] + parts[1] if group.size == 2 else parts.sum(0)
 
     return wait
@@ -114,16 +139,15 @@ def reduced_product(
     """
     _, lane, in_lane = tensor_ranks()
     output = input.new_empty((len(input), factor.shape[1]))
-    marks = []
+    under_way = UnderWay()
     for part in _parts(len(input), chunks, _min_rows(input)):
         summed = _part(output, part)
         _product(_part(input, part), factor, None, summed)
         lane.after(lane.here())
-        marks.append(lane.run(functools.partial(in_lane.all_reduce, summed)))
+        under_way.add(lane.run(functools.partial(in_lane.all_reduce, summed)), output)
 
     def wait() -> torch.Tensor:
-        for mark in marks:
-            mark.wait()
+        under_way.wait()
         return output if bias is None else output.add_(bias)
 
     return wait

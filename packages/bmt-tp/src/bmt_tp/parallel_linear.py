@@ -91,6 +91,9 @@ def parallel_linear(
     receives, in forward, gathering (W - 1)/W * T * I elements, reducing by scatter (W - 1)/W * T * O; in backward, reversed,
     and the gathered input once more. Collective over the group. With one rank it is ``torch.nn.functional.linear``.
 
+    Whether the input and the weight require gradients decides what backward communicates: it must be alike on all ranks of
+    the group.
+
     ``gradients`` is what a Block has set on the layer whose weight and bias these are.
 
     Raises ``ValueError`` for shapes or dtypes that do not fit, :class:`ConfigError` for options that contradict each other. These
