@@ -20,7 +20,6 @@ from bmt_optim import AdamOptimizer, OptimManager
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
 
-
 CASES = [
     ("tp 1", 3),
     ("tp 4", 1),
