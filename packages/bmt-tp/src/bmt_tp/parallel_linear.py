@@ -81,15 +81,14 @@ def parallel_linear(
     - or, with ``split_input`` and ``gather_input``, this rank's rows (T/W, ..., I);
     - ``ALL_REDUCE`` gives (T, ..., O) on every rank, ``REDUCE_SCATTER`` each rank's rows (T/W, ..., O).
 
-    Gradients are those of the whole function: see [Note: what the gradients are]
-    in linear_products.py. The bias of a reduced output gets on each
-    rank the gradient from 1/W of the rows. Their sum over the group is its gradient; the engine forms it for a
-    :class:`DistributedParameter` that is not local along ``tp``.
+    Gradients are those of the whole function: see [Note: what the gradients are] in linear_products.py. The bias of a reduced
+    output gets on each rank the gradient from 1/W of the rows. Their sum over the group is its gradient; the engine forms it
+    for a :class:`DistributedParameter` that is not local along ``tp``.
 
-    The rows of each rank travel in up to ``chunks`` pieces beside the products, none too small to keep the device busy; None: in
-    as many as there can be. Per rank
-    receives, in forward, gathering (W - 1)/W * T * I elements, reducing by scatter (W - 1)/W * T * O; in backward, reversed,
-    and the gathered input once more. Collective over the group. With one rank it is ``torch.nn.functional.linear``.
+    The rows of each rank travel in up to ``chunks`` pieces beside the products, none too small to keep a GPU busy; None: in as
+    many as suit it. In forward each rank receives (W - 1)/W * T * I elements where rows are gathered, and (W - 1)/W * T * O
+    where the output is scattered; in backward the gradients the other way, and the gathered input once more. Collective over
+    the group. With one rank it is ``torch.nn.functional.linear``.
 
     Whether the input and the weight require gradients decides what backward communicates: it must be alike on all ranks of
     the group.
