@@ -21,8 +21,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 def make_schedule(schedule: str | Schedule, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Return the schedule of that name for these sizes, or ``schedule`` itself if it is one and fits them.
 
-    Raises :class:`ConfigError` for an unknown name, for sizes for which the schedule is not defined, and for a schedule that is made
-    for other sizes or cannot run.
+    Raises :class:`ConfigError` for an unknown name, for sizes for which the schedule is not defined, and for a schedule that is
+    made for other sizes or cannot run.
 
     >>> make_schedule("1f1b", stages=4, micro_batches=8).orders[3][:2]
     (Action(kind=<Kind.FORWARD: 'F'>, micro_batch=0, chunk=0), Action(kind=<Kind.BACKWARD: 'B'>, micro_batch=0, chunk=0))
