@@ -10,11 +10,13 @@ from bmt_pipeline.schedules.gpipe import gpipe
 from bmt_pipeline.schedules.interleaved import interleaved
 from bmt_pipeline.schedules.one_forward_one_backward import one_forward_one_backward
 from bmt_pipeline.schedules.schedule import Schedule
+from bmt_pipeline.schedules.zero_bubble import zero_bubble
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "1f1b": one_forward_one_backward,
     "gpipe": gpipe,
     "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
 }
 
 

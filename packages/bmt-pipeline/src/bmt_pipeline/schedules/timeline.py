@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,3 +69,28 @@ def make_timeline(schedule: Schedule, times: Times | None = None) -> Timeline:
         if output := schedule.output_of(stage, action):
             made[output] = (stage, end)
     return Timeline(schedule=schedule, spans=tuple(map(tuple, spans)))
+
+
+def ideal_step_time(schedule: Schedule, times: Times) -> float | None:
+    """Return the time of a step by the formula of the schedule's paper, with no time for transfers; None where it has none.
+
+    With f, i, w the times of one part, b = i + w, m micro-batches, s stages and v chunks:
+
+    - gpipe and 1f1b: (m + s - 1) (f + b), Narayanan et al. 2021, section 2.2.1.
+    - interleaved, m a multiple of s: (m v + s - 1) (f + b), section 2.2.2.
+    - zero-bubble with one chunk, m >= s: m (f + b) + (s - 1) (f + i - w), Qi et al. 2023, table 2.
+    - zero-bubble with two chunks, f = i = w, m >= 2 s - 1: 6 m f, and (s - 1) f until the last stage begins, Qi et al. 2024.
+    """
+    f, i, w = times.forward, times.input_gradient, times.weight_gradient
+    if isinstance(f, Sequence) or isinstance(i, Sequence) or isinstance(w, Sequence):
+        return None
+    m, s, v = schedule.micro_batches, schedule.stages, schedule.chunks
+    if schedule.name in ("gpipe", "1f1b"):
+        return (m + s - 1) * (f + i + w)
+    if schedule.name == "interleaved" and m % s == 0:
+        return (m * v + s - 1) * (f + i + w)
+    if schedule.name == "zero-bubble" and v == 1 and m >= s:
+        return m * (f + i + w) + (s - 1) * (f + i - w)
+    if schedule.name == "zero-bubble" and v == 2 and m >= 2 * s - 1 and f == i == w:
+        return (6 * m + s - 1) * f
+    return None

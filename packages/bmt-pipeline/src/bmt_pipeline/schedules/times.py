@@ -34,7 +34,9 @@ class Times:
             noun = kind.name.lower().replace("_", " ")
             values = time if isinstance(time, Sequence) else [time]
             if isinstance(time, Sequence) and len(time) != parts:
-                raise ConfigError(f"The model has {parts} parts, and there are {len(time)} times of a {noun}. Give one per part.")
+                raise ConfigError(
+                    f"The model has {parts} parts, and there are {len(time)} times of a {noun}. Give one per part."
+                )
             if min(values) <= 0:
                 raise ConfigError(f"The time of a {noun} must be above 0, and got {min(values)}.")
         if self.transfer < 0:
