@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from bmt_core.errors import ConfigError
 from bmt_pipeline.schedules.schedule import Action, Kind, Output, Schedule
@@ -20,7 +21,8 @@ def check_schedule(schedule: Schedule) -> None:
     """
     for stage in range(schedule.stages):
         _check_actions(schedule, stage)
-    _check_order(schedule)
+    for _ in run_abstractly(schedule):
+        pass
 
 
 def _check_actions(schedule: Schedule, stage: int) -> None:
@@ -48,8 +50,11 @@ def _check_actions(schedule: Schedule, stage: int) -> None:
             )
 
 
-def _check_order(schedule: Schedule) -> None:
-    """Run all stages as far as they come, again and again, until all have ended or none comes further."""
+def run_abstractly(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yield (stage, action) in an order in which all stages could run, each action after all that it needs.
+
+    Raises :class:`ConfigError` when no stage comes further before all have ended.
+    """
     made: set[Output] = set()
     done = [0] * schedule.stages
     moved = True
@@ -57,7 +62,9 @@ def _check_order(schedule: Schedule) -> None:
         moved = False
         for stage, order in enumerate(schedule.orders):
             while done[stage] < len(order) and made.issuperset(schedule.inputs_of(stage, order[done[stage]])):
-                if output := schedule.output_of(stage, order[done[stage]]):
+                action = order[done[stage]]
+                yield stage, action
+                if output := schedule.output_of(stage, action):
                     made.add(output)
                 done[stage] += 1
                 moved = True

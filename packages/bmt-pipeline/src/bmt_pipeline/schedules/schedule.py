@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple
 
 from bmt_core.errors import ConfigError
@@ -75,6 +76,9 @@ class Placement(Enum):
         return (stages - 1 - stage if self is Placement.V and chunk == 1 else stage), chunk
 
 
+_CHANGES_OF_LIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: 0, Kind.WEIGHT_GRADIENT: -1}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The order of the actions of each stage in one step of ``micro_batches`` micro-batches.
@@ -134,6 +138,14 @@ class Schedule:
     def receives(self, stage: int, source: int) -> tuple[Output, ...]:
         """Return what ``stage`` receives from the stage ``source`` in one step, in the order in which it is sent."""
         return self.sends(source, stage)
+
+    def peak_live(self, stage: int) -> int:
+        """Return for how many micro-batches, counted once per chunk, ``stage`` holds activations at once, at most.
+
+        They are held from a forward to the end of the backward, or of the weight gradient.
+        """
+        changes = (_CHANGES_OF_LIVE[action.kind] for action in self.orders[stage])
+        return max(accumulate(changes))
 
     def _outputs(self, stage: int) -> Iterator[Output]:
         for action in self.orders[stage]:
