@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from zero_models import full_gradient
 
-from bmt_core import DistributedModule, DistributedParameter
+from bmt_core import DistributedParameter
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
-from bmt_pipeline import PipelineTransformerBlockList
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_zero import Block
 
 STEPS, LENGTH, WIDTH, VOCABULARY = 4, 3, 8, 11
@@ -31,13 +31,8 @@ class Layer(nn.Module):
         torch.manual_seed(number)
         self.up, self.norm, self.down = nn.Linear(WIDTH, 9), nn.LayerNorm(9), nn.Linear(9, WIDTH, bias=False)
 
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, *, shift: torch.Tensor | None = None, scale: float = 1.0
-    ) -> torch.Tensor:
-        if mask is not None:
-            x = torch.softmax(mask, -1) @ x
-        if shift is not None:
-            x = x + shift
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, shift: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        x = torch.softmax(mask, -1) @ x + shift
         out: torch.Tensor = x + scale * self.down(torch.tanh(self.norm(self.up(x))))
         return out
 
@@ -56,11 +51,11 @@ class Plain(nn.Module):
         x = nn.functional.embedding(ids, self.embedding)
         mask = mask_of(ids).to(x.dtype)
         for layer in self.layers:
-            x = layer(x, mask, shift=self.shift)
+            x = layer(x, mask, self.shift)
         return x @ self.embedding.t()
 
 
-class Piped(DistributedModule):
+class Piped(PipelineModel):
     """The same, with its layers divided over stages."""
 
     def __init__(self, layers: int, level: int, use_checkpoint: bool, **options: Any) -> None:
@@ -72,11 +67,12 @@ class Piped(DistributedModule):
             [Block(layer, use_checkpoint, level, mode="PIPE") for layer in plain.layers], **options
         )
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        embedding = self.embedding
-        x = nn.functional.embedding(ids, embedding)
-        x = self.layers(x, mask_of(ids).to(x.dtype), shift=self.shift)
-        return x @ embedding.t()
+    def before_layers(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = nn.functional.embedding(ids, self.embedding)
+        return x, mask_of(ids).to(x.dtype), self.shift
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.embedding.t()
 
 
 def mask_of(ids: torch.Tensor) -> torch.Tensor:
@@ -105,7 +101,7 @@ def train(model: nn.Module, wrap: Callable[[nn.Module, torch.Tensor, torch.Tenso
 
 
 def plain_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    loss = loss_of(model(ids), targets)
     loss.backward()
     return loss.detach()
 
@@ -122,7 +118,7 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def listed_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     topology, device = current().topology, current().device
     own_ids, own_targets = [x.chunk(topology.data_size)[topology.data_rank].to(device) for x in (ids, targets)]
-    loss = nn.functional.cross_entropy(model(own_ids).flatten(0, 1), own_targets.flatten())
+    loss = loss_of(model(own_ids), own_targets)
     OptimManager().backward(loss)
     return all_reduce(loss.detach(), "avg")
 
@@ -130,6 +126,23 @@ def listed_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> t
 def listed(layers: int, level: int, use_checkpoint: bool, **options: Any) -> Record:
     record = train(Piped(layers, level, use_checkpoint, **options).to(current().device), listed_step)
     return of_all_stages(record)
+
+
+def scheduled(
+    layers: int, level: int, use_checkpoint: bool, schedule: str, micro_batches: int, **options: Any
+) -> Record:
+    def step(model: Any, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        topology, device = current().topology, current().device
+        pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
+        batch = tuple(x.chunk(pipelines)[own].to(device) for x in (ids, targets))
+        loss = train_step(model, loss_of, batch, schedule, micro_batches, manager=OptimManager())  # type: ignore[arg-type]
+        return all_reduce(loss, "avg")
+
+    return of_all_stages(train(Piped(layers, level, use_checkpoint, **options).to(current().device), step))
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def of_all_stages(record: Record) -> Record:
@@ -140,7 +153,7 @@ def of_all_stages(record: Record) -> Record:
 
 
 def compare(found: Record, wanted: Record) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=1e-12)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
     for step, (one, other) in enumerate([*zip(found[1], wanted[1], strict=True), (found[2], wanted[2])]):
         assert one.keys() == other.keys(), (step, one.keys() ^ other.keys())
         for name in other:
@@ -150,7 +163,9 @@ def compare(found: Record, wanted: Record) -> None:
 GRIDS = {"pp 1": (2, 1), "pp 2": (2, 2), "pp 2 x dp 2": (4, 2), "pp 4": (4, 4)}
 
 
-def on_grid(grid: str, function: Callable[..., Record], *args: Any, micro_batches: int | None = None, **kwargs: Any) -> list[Record]:
+def on_grid(
+    grid: str, function: Callable[..., Record], *args: Any, micro_batches: int | None = None, **kwargs: Any
+) -> list[Record]:
     ranks, stages = GRIDS[grid]
     init = {"pipe_size": stages, "num_micro_batches": micro_batches}
     return run_ranks(function, ranks, *args, init=init, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,8 @@ from bmt_pipeline.layer_split import split_layers
 from bmt_pipeline.payload import Layout
 from bmt_pipeline.pipeline_ranks import AXIS, num_stages, own_stage, pipeline_group
 from bmt_pipeline.pipelined_call import LayersOfStage, PipelinedCall
-from bmt_pipeline.schedules import Placement, Schedule, make_schedule
+from bmt_pipeline.schedules import Placement, Schedule
+from bmt_pipeline.schedules.gpipe import gpipe
 from bmt_pipeline.stage_runner import Layouts
 from bmt_pipeline.transfers import Transfers
 from bmt_pipeline.whole_batch import Arguments, BatchShape, WholeBatch
@@ -72,7 +74,7 @@ class PipelineTransformerBlockList(LayerList):
         self._total = len(members)
         self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
         self._layouts: dict[tuple[object, ...], Layouts] = {}
-        self._transfers: Transfers | None = None
+        self._transfers: dict[tuple[tuple[int, int], ...], Transfers] = {}
         for index, layer in _own_layers(members, self.get_range_by_stage_id(self.stage_id), self.stages):
             self.add_module(str(index), layer)
 
@@ -116,10 +118,11 @@ class PipelineTransformerBlockList(LayerList):
         return [[self[layer] for layer in self._split[part]] for part in parts]
 
     def transfers(self, schedule: Schedule) -> Transfers:
-        """Return what sends to and receives from the neighbours. Collective over the pipeline at its first call."""
-        if self._transfers is None:
-            self._transfers = Transfers(edges_of(schedule))
-        return self._transfers
+        """Return what sends to and receives from the neighbours. Collective over the pipeline at the first call of a schedule."""
+        edges = edges_of(schedule)
+        if edges not in self._transfers:
+            self._transfers[edges] = Transfers(edges)
+        return self._transfers[edges]
 
     def forward(
         self,
@@ -151,7 +154,7 @@ class PipelineTransformerBlockList(LayerList):
             problem = error
         key = agreed_key(group, text, problem)
         _check_equal(key, text)
-        schedule = make_schedule("gpipe", self.stages, micro_batches, self.chunks)
+        schedule = gpipe(self.stages, micro_batches, self.chunks, placement=self.placement)
         last = schedule.parts - 1
         parts = [
             LayersOfStage(
@@ -185,10 +188,11 @@ class PipelineTransformerBlockList(LayerList):
         return hidden[0] if len(hidden) == 1 else tuple(hidden)
 
 
-def edges_of(schedule: Schedule) -> list[tuple[int, int]]:
+@functools.lru_cache
+def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """Return the pairs of stages of which the first sends to the second."""
     stages = range(schedule.stages)
-    return [(source, other) for source in stages for other in stages if schedule.sends(source, other)]
+    return tuple((source, other) for source in stages for other in stages if schedule.sends(source, other))
 
 
 def _check_equal(key: Sequence[int], text: str) -> None:

@@ -17,7 +17,6 @@ from bmt_core.modules.layer_list import States, run_layers
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import raise_together
-from bmt_pipeline.payload import Layout
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 from bmt_pipeline.schedules import Kind, Schedule
 from bmt_pipeline.stage_runner import Layouts, StageRunner
@@ -56,7 +55,12 @@ class PipelinedCall:
     """The call with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline."""
 
     def __init__(
-        self, schedule: Schedule, parts: Sequence[LayersOfStage], batch: WholeBatch, transfers: Transfers, layouts: Layouts
+        self,
+        schedule: Schedule,
+        parts: Sequence[LayersOfStage],
+        batch: WholeBatch,
+        transfers: Transfers,
+        layouts: Layouts,
     ) -> None:
         self._schedule = schedule
         self._parts = parts
@@ -155,7 +159,10 @@ class PipelinedCall:
         """Return, per hidden state, rows of (rank, layer of this stage, row of the rank)."""
         shape, dim = self._batch.shape, self._batch_dim
         by_part = [
-            [torch.cat([s.detach().movedim(dim + 1, 1) for s in of_hidden], 1) for of_hidden in zip(*states, strict=True)]
+            [
+                torch.cat([s.detach().movedim(dim + 1, 1) for s in of_hidden], 1)
+                for of_hidden in zip(*states, strict=True)
+            ]
             for part in self._parts
             if (states := [part.states[number] for number in sorted(part.states)])
         ]

@@ -40,11 +40,15 @@ class BatchShape(NamedTuple):
         """Return that of ``arguments``; see :class:`PipelineTransformerBlockList` for ``batch_dim`` and ``related``."""
         first = arguments.hidden[0]
         if not isinstance(first, torch.Tensor) or first.dim() <= batch_dim:
-            raise ConfigError(f"The first hidden state is a tensor with the batch as dim {batch_dim}, not {_name(first)}.")
+            raise ConfigError(
+                f"The first hidden state is a tensor with the batch as dim {batch_dim}, not {_name(first)}."
+            )
         rows = first.shape[batch_dim]
         dims: list[int | None] = [batch_dim for _ in tensors_in(arguments.hidden)]
         if any(tensor.shape[batch_dim] != rows for tensor in tensors_in(arguments.hidden)):
-            raise ConfigError(f"All hidden states have the batch as dim {batch_dim}, of the size {rows} of the first one.")
+            raise ConfigError(
+                f"All hidden states have the batch as dim {batch_dim}, of the size {rows} of the first one."
+            )
         for index, argument in enumerate(arguments.rest):
             for tensor in tensors_in(argument):
                 is_of_batch = _has_rows(tensor, rows) if related is None else index in related

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from bmt_core.errors import ConfigError, unknown_name
@@ -32,7 +33,7 @@ def make_schedule(schedule: str | Schedule, stages: int, micro_batches: int, chu
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
             raise ConfigError(unknown_name("schedule", schedule, SCHEDULES))
-        return SCHEDULES[schedule](stages, micro_batches, chunks)
+        return _made(schedule, stages, micro_batches, chunks)
     made_for = (schedule.stages, schedule.micro_batches, schedule.chunks)
     if made_for != (stages, micro_batches, chunks):
         raise ConfigError(
@@ -41,3 +42,8 @@ def make_schedule(schedule: str | Schedule, stages: int, micro_batches: int, chu
         )
     check_schedule(schedule)
     return schedule
+
+
+@functools.lru_cache
+def _made(name: str, stages: int, micro_batches: int, chunks: int) -> Schedule:
+    return SCHEDULES[name](stages, micro_batches, chunks)
