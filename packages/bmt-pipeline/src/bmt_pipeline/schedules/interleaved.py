@@ -29,7 +29,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """
     check_sizes(stages, micro_batches, chunks)
     if chunks < 2:
-        raise ConfigError(f"The schedule 'interleaved' is defined for chunks >= 2, and got {chunks}. Use '1f1b'.")
+        raise ConfigError(
+            f"The schedule 'interleaved' is defined for chunks >= 2, and got {chunks}. Give more, or use '1f1b'."
+        )
     group = group_size(stages, micro_batches)
     missing = -micro_batches % group
     order = [
