@@ -120,9 +120,7 @@ def test_activations_are_live_as_the_docstring_says(schedule: Schedule) -> None:
         elif schedule.name == "interleaved":
             group = group_size(stages, micro_batches)
             assert group <= 1.5 * stages + 0.5
-            promised = 2 * (stages - 1 - stage) + (chunks - 1) * group + 1
-            assert peak <= promised
-            assert peak == promised or micro_batches < 2 * stages or micro_batches % group
+            assert peak <= 2 * (stages - 1 - stage) + (chunks - 1) * group + 1
         else:
             assert peak <= stages * chunks
 
