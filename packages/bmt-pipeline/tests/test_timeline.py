@@ -26,6 +26,13 @@ def test_gpipe_1f1b_and_interleaved_take_the_time_of_their_formulas(
         assert make_timeline(schedule, times).makespan == ideal_step_time(schedule, times)
 
 
+def test_forwards_in_advance_hide_the_transfers_of_the_interleaved_schedule() -> None:
+    few, many = (make_schedule("interleaved", 4, micro_batches, 2) for micro_batches in (8, 32))
+    assert list(map(many.peak_live, range(4))) == [11, 9, 7, 5]
+    lost = [make_timeline(each, Times(transfer=0.5)).makespan - make_timeline(each).makespan for each in (few, many)]
+    assert lost == [7, 7]  # of the first micro-batch down and the last one back, however many there are in between
+
+
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
 def test_zero_bubble_takes_the_time_of_its_formulas(stages: int) -> None:
     for times in (Times(), Times(forward=3, input_gradient=4, weight_gradient=2)):

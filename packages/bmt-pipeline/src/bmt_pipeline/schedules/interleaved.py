@@ -17,7 +17,8 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     forwards and then makes one forward and one backward in turn. With times f and b per micro-batch and *chunk*, a step of a
     multiple of ``stages`` micro-batches takes (micro_batches chunks + stages - 1) (f + b): the bubble of 1F1B is divided by
     ``chunks``. For this, activations of at most 2 (stages - 1 - s) + (chunks - 1) group + 1 micro-batches of a chunk are live
-    on stage s, and activations travel ``chunks`` times as often.
+    on stage s, and activations travel ``chunks`` times as often. Half of the 2 (stages - 1 - s) would give the same time if
+    transfers took none; the other half are forwards in advance, beside which outputs travel.
 
     The paper asks for a multiple of ``stages``. Other numbers go in the nearest number of groups: larger ones, of up to one and
     a half times ``stages``, or a first group that is not full. Both keep what the paper's order needs. In larger groups
@@ -29,7 +30,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """
     check_sizes(stages, micro_batches, chunks)
     if chunks < 2:
-        raise ConfigError(f"The schedule 'interleaved' is defined for chunks >= 2, and got {chunks}. Use '1f1b'.")
+        raise ConfigError(
+            f"The schedule 'interleaved' is defined for chunks >= 2, and got {chunks}. Give more, or use '1f1b'."
+        )
     group = group_size(stages, micro_batches)
     missing = -micro_batches % group
     order = [

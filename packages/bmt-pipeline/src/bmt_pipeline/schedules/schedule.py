@@ -145,7 +145,7 @@ class Schedule:
         They are held from a forward to the end of the backward, or of the weight gradient.
         """
         changes = (_CHANGES_OF_LIVE[action.kind] for action in self.orders[stage])
-        return max(accumulate(changes))
+        return max(accumulate(changes), default=0)
 
     def _outputs(self, stage: int) -> Iterator[Output]:
         for action in self.orders[stage]:
