@@ -13,7 +13,7 @@ from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane
 from bmt_core.settings import ReduceDtype
-from bmt_core.torch_internals import named_in_trace
+from bmt_core.torch_internals import backward_pass, named_in_trace
 from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.sharding.parameter_group import ParameterGroup
@@ -36,8 +36,11 @@ class GradientReducer:
         self._lane = lane
         self._ranks = lane.group(group.ranks)
         self.in_flight = in_flight
+        self.is_unwatched = False
+        """Whether the pass under way has held gradients back: :meth:`watch` is to be called when it ends."""
         self._held_back: torch.Tensor | None = None
-        self._witness: GradientWitness | None = None  # of .grad as it was when gradients were held back
+        self._needed: Sequence[bool] = []  # which gradients the last pass has held back
+        self._witness: GradientWitness | None = None  # of .grad as it was after the pass that held gradients back
 
     @property
     def held_back_bytes(self) -> int:
@@ -51,10 +54,15 @@ class GradientReducer:
         return FullGradients(self._group, self.wire_dtype)
 
     def forget_cleared(self) -> None:
-        """Drop what is kept when the user has cleared the gradients: see the notes in :mod:`bmt_core.params.gradient_sum`."""
+        """Drop what is kept when the user has cleared the gradients, or when the pass that was to be watched failed.
+
+        See the notes in :mod:`bmt_core.params.gradient_sum`.
+        """
         self.sum.forget_if_cleared()
-        if self._witness is not None and not self._witness.unchanged():
+        has_failed = self.is_unwatched and backward_pass() == -1
+        if has_failed or (self._witness is not None and not self._witness.unchanged()):
             self._held_back = self._witness = None
+            self.is_unwatched = False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, flat whole gradients, and what was held back, into the :attr:`sum`. Collective."""
@@ -69,27 +77,35 @@ class GradientReducer:
         if self.watcher is not None and self.sum.flat is not None:
             self.watcher(self.sum.flat, done)
 
-    def reduce_now(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective."""
-        full = self._with_held_back(full)
+    def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
+        """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective.
+
+        If it ``completes`` the gradients, what was held back is in it.
+        """
+        full = self._with_held_back(full) if completes else full
         reduced = self._output_for(full, stays=True)
         self._lane.after(self._lane.here())
         self._lane.run(lambda: self._start(reduced, full)).wait()
         return reduced
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
-        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32.
-
-        ``.grad`` becomes zero where there is none yet: when ``zero_grad`` touches it, what is kept here goes too.
-        """
+        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
         self.forget_cleared()
         if self._held_back is None:
             self._held_back = full.to(summation_dtype(self._group.dtype))
         else:
             self._held_back += full
+        self._needed, self.is_unwatched = needed, True
+
+    def watch(self) -> None:
+        """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back.
+
+        ``.grad`` becomes zero where there is none yet, so that ``zero_grad`` touches it.
+        """
+        self.is_unwatched = False
         parameters = self._group.parameters
         zeros = self.sum.views(torch.zeros_like(self._group.shard))
-        for parameter, zero, wanted in zip(parameters, zeros, needed, strict=True):
+        for parameter, zero, wanted in zip(parameters, zeros, self._needed, strict=True):
             if parameter.grad is None and wanted:
                 parameter.grad = zero
         self._witness = GradientWitness(parameters, [parameter.grad for parameter in parameters])
@@ -116,6 +132,7 @@ class GradientReducer:
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         self.forget_cleared()
         held, self._held_back, self._witness = self._held_back, None, None
+        self.is_unwatched = False
         if held is None:
             return full
         held += full

@@ -147,6 +147,8 @@ class BlockCall:
         self.end()
         for group in self.groups:
             group.reducer.sum.finish()
+            if group.reducer.is_unwatched:
+                group.reducer.watch()
         self.block.run.prefetch.drop()
         self.block.run.in_flight.wait()
 
@@ -236,14 +238,14 @@ class BlockCall:
         else:
             taking = [need and accumulates(p) for need, p in zip(needed, parameters, strict=True)]
         if True not in taking:
-            return gradient_sum.rounded(group.reduce_now(full.complete(grads, needed)), needed)
+            return gradient_sum.rounded(group.reduce_now(full.complete(grads, needed), completes=False), needed)
         flat = full.complete(grads, taking)
         if group.group.is_hooked:
-            return gradient_sum.seen_by_hooks(group.reduce_now(flat), taking)
+            return gradient_sum.seen_by_hooks(group.reduce_now(flat, completes=True), taking)
+        self._watch_end_of_pass()
         if not self.use.last_backward and not gradient_sum.is_taking:
             group.reducer.hold_back(flat, taking)
         else:
-            self._watch_end_of_pass()
             group.reduce(flat, taking)
         return [None] * len(needed)
 
