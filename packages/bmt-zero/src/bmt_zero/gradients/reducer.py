@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from bmt_core.comm import Work
+from bmt_core.errors import BmtError
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
@@ -37,10 +38,11 @@ class GradientReducer:
         self._ranks = lane.group(group.ranks)
         self.in_flight = in_flight
         self.is_unwatched = False
-        """Whether the pass under way has held gradients back: :meth:`watch` is to be called when it ends."""
+        """Whether the pass under way leaves gradients held back or postponed: :meth:`watch` is to be called when it ends."""
         self._held_back: torch.Tensor | None = None
-        self._needed: Sequence[bool] = []  # which gradients the last pass has held back
-        self._witness: GradientWitness | None = None  # of .grad as it was after the pass that held gradients back
+        self._awaited: set[object] = set()  # one for each call whose gradients are postponed
+        self._needed: Sequence[bool] = []  # which gradients the last such pass is about
+        self._witness: GradientWitness | None = None  # of .grad as that pass has left it
 
     @property
     def held_back_bytes(self) -> int:
@@ -62,6 +64,7 @@ class GradientReducer:
         has_failed = self.is_unwatched and backward_pass() == -1
         if has_failed or (self._witness is not None and not self._witness.unchanged()):
             self._held_back = self._witness = None
+            self._awaited.clear()
             self.is_unwatched = False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
@@ -97,8 +100,31 @@ class GradientReducer:
             self._held_back += full
         self._needed, self.is_unwatched = needed, True
 
+    def expect(self, needed: Sequence[bool]) -> object:
+        """Learn that the pass under way postpones gradients; return what :meth:`receive` or :meth:`forget` is to be told."""
+        self.forget_cleared()
+        self._needed, self.is_unwatched = needed, True
+        awaited = object()
+        self._awaited.add(awaited)
+        return awaited
+
+    def receive(self, awaited: object) -> None:
+        """Learn that postponed gradients are about to be computed."""
+        self.forget_cleared()
+        if awaited not in self._awaited:
+            raise BmtError(
+                f"Weight gradients of {self._name} were postponed, and compute() came after .grad was cleared or changed, or after"
+                " a backward pass that failed, which drops them. Call compute() before zero_grad() and before .grad is changed."
+            )
+        self._awaited.remove(awaited)
+
+    def forget(self, awaited: object) -> None:
+        """Learn that the pass that has postponed gradients failed."""
+        self._awaited.discard(awaited)
+        self.is_unwatched = False
+
     def watch(self) -> None:
-        """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back.
+        """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back or postponed.
 
         ``.grad`` becomes zero where there is none yet, so that ``zero_grad`` touches it.
         """
@@ -113,6 +139,12 @@ class GradientReducer:
     def reduce_held_back(self) -> None:
         """Reduce what :meth:`hold_back` kept and no later backward pass took along. Collective."""
         self.forget_cleared()
+        if self._awaited:
+            raise BmtError(
+                f"Weight gradients of {self._name} were postponed in {len(self._awaited)} calls and are not computed, so .grad is"
+                " not complete. Call compute() of what postpone_weight_gradients() gave before the optimizer's step, or zero_grad()"
+                " to drop them."
+            )
         if self._held_back is not None:
             nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
             self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
@@ -132,7 +164,7 @@ class GradientReducer:
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         self.forget_cleared()
         held, self._held_back, self._witness = self._held_back, None, None
-        self.is_unwatched = False
+        self.is_unwatched = bool(self._awaited)
         if held is None:
             return full
         held += full
