@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bmt_zero.gradients.direct_linear import LayerGradient
 from bmt_zero.sharding.parameter_group import ParameterGroup
 
 
@@ -22,15 +23,16 @@ class FullGradients:
         self._views = group.views_of(self._flat)
         self._is_written = [False] * len(self._views)
 
-    def destination(self, index: int) -> tuple[torch.Tensor, bool] | None:
-        """Return where the gradient of parameter ``index`` belongs and whether one is there, to which to add.
-
-        The caller writes it at once. None when it cannot be written in place: the tensor has another dtype.
-        """
+    def take(self, index: int, gradient: LayerGradient) -> bool:
+        """Write, or add, ``gradient`` where that of parameter ``index`` belongs; False if the tensor has another dtype."""
         if self._flat.dtype != self._group.dtype:
-            return None
-        was_written, self._is_written[index] = self._is_written[index], True
-        return self._views[index], was_written
+            return False
+        if self._is_written[index]:
+            gradient.added_to(self._views[index])
+        else:
+            gradient.into(self._views[index])
+            self._is_written[index] = True
+        return True
 
     def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
         """Add ``grads`` to what was written in place and return the flat tensor, zero where not ``wanted``."""

@@ -93,6 +93,7 @@ class BlockEngine:
         if self._leaf is None:
             with torch.inference_mode(False):
                 self._leaf = torch.empty(0, requires_grad=True)
+        call.leaf = self._leaf
         token, *fulls = Enter.apply(call, self._leaf, *parameters)  # type: ignore[no-untyped-call]
         return token, WholeParameters(fulls, foreign)
 
