@@ -164,8 +164,13 @@ GRIDS = {"pp 1": (2, 1), "pp 2": (2, 2), "pp 2 x dp 2": (4, 2), "pp 4": (4, 4)}
 
 
 def on_grid(
-    grid: str, function: Callable[..., Record], *args: Any, micro_batches: int | None = None, **kwargs: Any
+    grid: str,
+    function: Callable[..., Record],
+    *args: Any,
+    micro_batches: int | None = None,
+    init: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> list[Record]:
     ranks, stages = GRIDS[grid]
-    init = {"pipe_size": stages, "num_micro_batches": micro_batches}
-    return run_ranks(function, ranks, *args, init=init, **kwargs)
+    settings = {"pipe_size": stages, "num_micro_batches": micro_batches, **(init or {})}
+    return run_ranks(function, ranks, *args, init=settings, **kwargs)
