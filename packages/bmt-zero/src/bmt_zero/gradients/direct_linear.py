@@ -211,8 +211,12 @@ class WeightGradient(LayerGradient):
         torch.mm(*self._factors, out=destination)
 
     def added_to(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`."""
-        destination.addmm_(*self._factors)
+        """See :class:`LayerGradient`. A float32 destination gets the product of half types before it is rounded."""
+        grad, input = self._factors
+        if destination.dtype == grad.dtype:
+            destination.addmm_(grad, input)
+        else:
+            torch.addmm(destination, grad, input, out_dtype=destination.dtype, out=destination)
 
 
 class BiasGradient(LayerGradient):

@@ -19,6 +19,8 @@ from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.sharding.parameter_group import ParameterGroup
 
+_HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
+
 
 class GradientReducer:
     """Takes whole gradients of ``group`` and leaves this rank's part of their sum over the ranks in ``.grad``.
@@ -54,6 +56,23 @@ class GradientReducer:
         """Return room for the whole gradients of one backward pass, in the dtype of the wire."""
         self.in_flight.make_room()
         return FullGradients(self._group, self.wire_dtype)
+
+    @property
+    def adds_products(self) -> bool:
+        """Whether layers can add the products that are their gradients to what is held back, unrounded and without a copy.
+
+        That takes a product of half types that adds to float32, which torch has on CUDA.
+        """
+        held = self._held_back
+        return held is not None and held.is_cuda and self._group.dtype.itemsize == 2 and _HAS_WIDE_PRODUCTS
+
+    def full_gradients_to_hold_back(self) -> FullGradients:
+        """Return room for gradients that :meth:`hold_back` is to take: what is held back itself where layers can add to it."""
+        self.forget_cleared()
+        if not self.adds_products:
+            return self.new_full_gradients()
+        self.is_unwatched = True  # if it fails half-way, the sum is dropped
+        return FullGradients(self._group, self._group.dtype, total=self._held_back)
 
     def forget_cleared(self) -> None:
         """Drop what is kept when the user has cleared the gradients, or when the pass that was to be watched failed.
@@ -93,11 +112,12 @@ class GradientReducer:
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
-        self.forget_cleared()
-        if self._held_back is None:
-            self._held_back = full.to(summation_dtype(self._group.dtype))
-        else:
-            self._held_back += full
+        if full is not self._held_back:  # otherwise it was added to already
+            self.forget_cleared()
+            if self._held_back is None:
+                self._held_back = full.to(summation_dtype(self._group.dtype))
+            else:
+                self._held_back += full
         self._needed, self.is_unwatched = needed, True
 
     def expect(self, needed: Sequence[bool]) -> object:

@@ -121,9 +121,19 @@ class BlockCall:
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
         slots.put(whole)
         self._whole = slots, whole
-        if postponing.gradients is not None and self.leaf is not None and accumulates(self.leaf):
-            groups = [(number, group) for number, group in enumerate(self.groups) if not group.group.is_hooked]
-            self._postponed = {n: PostponedGroup(group, self.block.may_free_memory_of) for n, group in groups}
+        self._postpone()
+
+    def _postpone(self) -> None:
+        """Keep the products that are gradients of weights: because a schedule asks for it, or to the end of the block's backward.
+
+        The latter where they are added to what is held back: only then it is known which gradients the pass is to add to.
+        """
+        if self.leaf is None or not accumulates(self.leaf):
+            return
+        for number, group in enumerate(self.groups):
+            adds = not self.use.last_backward and group.reducer.adds_products
+            if not group.group.is_hooked and (adds or postponing.gradients is not None):
+                self._postponed[number] = PostponedGroup(group, self.block.may_free_memory_of)
 
     def take(self, location: Location, gradient: LayerGradient) -> bool:
         """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
@@ -248,9 +258,15 @@ class BlockCall:
             taking = [need and p.requires_grad for need, p in zip(needed, parameters, strict=True)]
         else:
             taking = [need and accumulates(p) for need, p in zip(needed, parameters, strict=True)]
-        if postponing.gradients is not None and number in self._postponed and True in taking:
-            self._postponed[number].end_backward(grads, taking, reduces=self.use.last_backward)
-            postponing.gradients.add(self._postponed[number])
+        postponed = self._postponed.get(number) if True in taking else None
+        if postponed is not None and postponing.gradients is not None:
+            postponed.end_backward(grads, taking, reduces=self.use.last_backward)
+            postponing.gradients.add(postponed)
+            return [None] * len(needed)
+        if postponed is not None:
+            postponed.end_backward(grads, taking, reduces=gradient_sum.is_taking)
+            postponed.check()
+            postponed.compute_in_pass()
             return [None] * len(needed)
         full = self._full_gradients(number)
         if True not in taking:

@@ -11,9 +11,9 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.outermost_call import gather_once
+from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import has_gradient_hooks
-from bmt_zero.nested import map_tensors, tensors_in
 from bmt_zero.schedule.autograd_nodes import EndAtInputs, Enter, Leave
 from bmt_zero.schedule.block_call import BlockCall
 from bmt_zero.schedule.recomputation import Recomputation

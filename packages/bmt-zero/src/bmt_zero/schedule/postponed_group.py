@@ -46,7 +46,12 @@ class PostponedGroup:
     def compute(self) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`. Collective."""
         self._complete()  # what another call of the block, in the same pass, has left
-        full = self._group.reducer.new_full_gradients()
+        self.compute_in_pass()
+
+    def compute_in_pass(self) -> None:
+        """:meth:`compute` in the backward pass that has left it: ``.grad`` is complete when that pass ends. Collective."""
+        reducer = self._group.reducer
+        full = reducer.new_full_gradients() if self._reduces else reducer.full_gradients_to_hold_back()
         for position, product in self._products:
             if not full.take(position, product):
                 made, grad = product.made(), self._grads[position]
