@@ -205,8 +205,8 @@ def beside_another_gradient() -> list[torch.Tensor | None]:
     module, beside = Block(nn.Sequential(nn.Linear(6, 6)), False), torch.zeros(8, 6, requires_grad=True)
     left = []
     for micro in range(2):
-        x = data(micro).flatten(0, 1)
-        left.append(postponed_backward((module(x) + beside).square().sum()))
+        x, other = data(micro).flatten(0, 1), beside.clone()
+        left.append(postponed_backward((module(x) + other).square().sum()))
     for postponed in left:
         postponed.compute()
     return gradients(module)
