@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
+from bmt_core.errors import CheckpointError
 from bmt_core.params.own_parameters import group_of_owners, in_one_order
 from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
@@ -36,35 +38,53 @@ def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *,
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
     ``(missing_keys, unexpected_keys)``.
     """
-    with off_meta_device():
-        return _load(model, Path(path), strict, format)
-
-
-def _load(model: nn.Module, source: Path, strict: bool, format: FormatChoice) -> Any:
     wait_for_saves()
+    with prepared_load(model, Path(path), strict=strict, format=format) as load_model:
+        return load_model()
+
+
+@contextmanager
+def prepared_load(
+    model: nn.Module, source: Path, *, strict: bool = True, format: FormatChoice = None
+) -> Iterator[Callable[[], Any]]:
+    """Compare ``model`` with the file ``source``, and yield the function that loads it, which returns what :func:`load` does.
+
+    The ``with`` statement and the function are collective. If the file does not load, every rank raises before the body.
+    """
     group = world_group()
     reader: CheckpointReader | None = None
-    try:
-        with collective_section(group, f"loading {source}"):
-            if group.rank == 0:
-                reader = choose_format(source, format).open(source)
-        index = _broadcast_index(reader, group)
-        owners = group_of_owners(model.parameters())
-        elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
-        with collective_section(group, f"loading {source}"):
-            plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
-        wanted = in_one_order(all_gather_object(plan.sources, owners))
-        _receive(plan, [index.entries[name] for name in wanted], reader, group)
-    finally:
-        if reader is not None:
-            reader.close()
-    with collective_section(group, f"loading {source}"):
-        for module, value in plan.extra_states:
-            module.set_extra_state(value)
-        incompatible = _IncompatibleKeys(plan.missing, plan.unexpected)
-        for module in model.modules():
-            for hook in module._load_state_dict_post_hooks.values():
-                hook(module, incompatible)
+    with off_meta_device():
+        try:
+            with collective_section(group, f"loading {source}"):
+                if group.rank == 0:
+                    reader = choose_format(source, format).open(source)
+            index = _broadcast_index(reader, group)
+            owners = group_of_owners(model.parameters())
+            elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
+            with collective_section(group, f"loading {source}"):
+                plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
+            wanted = in_one_order(all_gather_object(plan.sources, owners))
+
+            def load_model() -> Any:
+                with collective_section(group, f"loading {source}"):
+                    _receive(plan, [index.entries[name] for name in wanted], reader, group)
+                with collective_section(group, f"loading {source}"):
+                    return _tell_modules(model, plan)
+
+            yield load_model
+        finally:
+            if reader is not None:
+                reader.close()
+
+
+def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
+    """Give modules their extra state, and call the hooks that torch calls after a load; return the keys that did not match."""
+    for module, value in plan.extra_states:
+        module.set_extra_state(value)
+    incompatible = _IncompatibleKeys(plan.missing, plan.unexpected)
+    for module in model.modules():
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, incompatible)
     return incompatible
 
 
@@ -87,11 +107,24 @@ def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointRe
             waiting.setdefault(step.value.source, []).append(step)
         else:
             _execute(step, step.value, plan)
+    failure: Exception | None = None
     for entry in wanted:
-        whole = _broadcast(entry, reader, group)
+        try:
+            whole = None if reader is None else reader.read(entry.source).to(_device())
+        except (
+            Exception
+        ) as error:  # the other ranks wait for this tensor and all that follow: they get them, without values
+            failure, whole = failure or error, None
+        whole = _broadcast(entry, whole, group)
         for step in waiting.get(entry.source, ()):
-            _execute(step, whole, plan)
+            if failure is None:
+                _execute(step, whole, plan)
         del whole  # before the next one is made
+    if failure is not None:
+        raise CheckpointError(
+            f"Reading a tensor failed after loading began ({type(failure).__name__}: {failure}). The model's weights are no longer"
+            " those of before: load a whole checkpoint, or stop."
+        ) from failure
 
 
 def _execute(step: Step, whole: Any, plan: LoadPlan) -> None:
@@ -101,12 +134,13 @@ def _execute(step: Step, whole: Any, plan: LoadPlan) -> None:
         write_whole(step.target, whole)
 
 
-def _broadcast(entry: TensorEntry, reader: CheckpointReader | None, group: Group) -> torch.Tensor:
-    device = current().device if is_initialized() else torch.device("cpu")
-    if reader is not None:
-        whole = reader.read(entry.source).to(device)
-    else:
-        whole = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+def _broadcast(entry: TensorEntry, whole: torch.Tensor | None, group: Group) -> torch.Tensor:
+    if whole is None:
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device=_device())
     if whole.numel():
         group.broadcast(whole, 0).wait()
     return whole
+
+
+def _device() -> torch.device:
+    return current().device if is_initialized() else torch.device("cpu")

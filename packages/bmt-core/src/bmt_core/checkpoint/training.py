@@ -8,6 +8,7 @@ names a complete one.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,10 @@ from torch import nn
 
 from bmt_core.checkpoint.atomic import previous_of, publish_directory, replacing
 from bmt_core.checkpoint.background import wait_for_saves
-from bmt_core.checkpoint.loading import load
+from bmt_core.checkpoint.loading import prepared_load
+from bmt_core.checkpoint.manager_state import LOGICAL, NONE, PER_RANK, kind_of, prepare_manager, rank_file
 from bmt_core.checkpoint.model_state import world_group
-from bmt_core.checkpoint.random_state import random_states, restore_random_states
+from bmt_core.checkpoint.random_state import check_random_states, random_states, restore_random_states
 from bmt_core.checkpoint.saving import save
 from bmt_core.checkpoint.torch_file import from_bytes, read_torch_file, to_bytes, write_torch_file
 from bmt_core.comm.collective_section import collective_section
@@ -30,8 +32,6 @@ from bmt_core.errors import CheckpointError
 _MODEL = "model.pt"
 _TRAINING = "training.pt"
 _LATEST = "latest"
-# Where the optimizer's state is: nowhere, whole in training.pt, or in one file per rank with that rank's part.
-_NONE, _LOGICAL, _PER_RANK = "none", "logical", "per rank"
 
 
 def save_checkpoint(
@@ -47,6 +47,8 @@ def save_checkpoint(
 
     If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete.
     """
+    if step < 0:
+        raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
     wait_for_saves()
     group = world_group()
     final = Path(dir) / f"step-{step}"
@@ -55,12 +57,12 @@ def save_checkpoint(
         if group.rank == 0:
             _make_empty(temporary)
     save(model, temporary / _MODEL)
-    kind = _kind_of(manager)
-    state = manager.logical_state(list(model.named_parameters())) if kind == _LOGICAL else None
+    kind = kind_of(manager)
+    state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
     states = all_gather_object(random_states(), group)
     with collective_section(group, f"saving {final}"):
-        if kind == _PER_RANK:
-            _write(temporary / _rank_file(group.rank), manager.state_dict())
+        if kind == PER_RANK:
+            _write(temporary / rank_file(group.rank), manager.state_dict())
         if group.rank == 0:
             training = {"step": step, "extra": extra, "world_size": group.size, "random": states}
             _write(temporary / _TRAINING, {**training, "optimizer": kind, "optimizer_state": state})
@@ -92,26 +94,18 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
     head_bytes, folder = broadcast_object((head_bytes, folder), group)
     head = from_bytes(head_bytes)
     with collective_section(group, f"loading {folder}"):
-        own_state = _own_state(folder, head, manager, group)
-    load(model, folder / _MODEL)
-    if manager is not None and head["optimizer"] == _LOGICAL:
-        state = training["optimizer_state"] if training is not None else None
-        manager.load_logical_state(list(model.named_parameters()), state)
-    elif manager is not None:
-        with collective_section(group, f"loading {folder}"):
-            manager.load_state_dict(own_state)
+        check_random_states(head["random"], head["world_size"])
+    state = None if training is None else training["optimizer_state"]
+    # Nothing is changed before every rank has found everything in order.
+    with prepared_load(model, folder / _MODEL) as load_model:
+        load_manager = prepare_manager(manager, model, folder, head, state)
+        load_model()
+    load_manager()
     _restore_random(head["random"], folder, group)
     return {"step": head["step"], "extra": head["extra"]}
 
 
 _HEAD = ("step", "extra", "world_size", "random", "optimizer")
-
-
-def _kind_of(manager: Any) -> str:
-    if manager is None:
-        return _NONE
-    logical = all(callable(getattr(manager, name, None)) for name in ("logical_state", "load_logical_state"))
-    return _LOGICAL if logical else _PER_RANK
 
 
 def _make_empty(folder: Path) -> None:
@@ -138,8 +132,7 @@ def _publish(temporary: Path, final: Path) -> None:
 
 
 def _find_checkpoint(folder: Path) -> Path:
-    latest = folder / _LATEST
-    named = folder / latest.read_text().strip() if latest.is_file() else folder
+    named = _named_by_latest(folder) or folder
     # The second exists if the program died in publish_directory.
     for candidate in (named, previous_of(named)):
         if (candidate / _TRAINING).is_file():
@@ -150,39 +143,40 @@ def _find_checkpoint(folder: Path) -> Path:
     )
 
 
+def _named_by_latest(folder: Path) -> Path | None:
+    """Return the directory that the file ``latest`` in ``folder`` names; None if there is no such file."""
+    path = folder / _LATEST
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            content = file.read(200)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+    name = content.decode(errors="replace").strip()
+    if re.fullmatch(r"step-[0-9]{1,40}", name) is None:
+        raise CheckpointError(
+            f"{path} holds {content[:40]!r}, not the name of a checkpoint beside it, such as 'step-100'. Name the checkpoint itself"
+            f" ({folder / 'step-N'}), or write its name to that file."
+        )
+    return folder / name
+
+
 def _read_training(folder: Path) -> dict[str, Any]:
-    training = read_torch_file(folder / _TRAINING)
+    path = folder / _TRAINING
+    training = read_torch_file(path)
     if not isinstance(training, dict) or not {*_HEAD, "optimizer_state"} <= training.keys():
-        raise CheckpointError(f"{folder / _TRAINING} was not written by save_checkpoint().")
+        raise CheckpointError(f"{path} was not written by save_checkpoint().")
+    fits = {
+        "step": isinstance(training["step"], int),
+        "world_size": isinstance(training["world_size"], int),
+        "optimizer": isinstance(kind := training["optimizer"], str) and kind in (NONE, LOGICAL, PER_RANK),
+        "optimizer_state": (training["optimizer_state"] is None) == (kind != LOGICAL),
+    }
+    wrong = [f"{name} = {str(training[name])[:40]!r}" for name, is_right in fits.items() if not is_right]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {', '.join(wrong)}. Use another checkpoint.")
     return training
-
-
-def _own_state(folder: Path, head: dict[str, Any], manager: Any, group: Group) -> Any:
-    """Check that ``manager`` can load what was saved; return this rank's state if each rank wrote its own."""
-    saved = head["optimizer"]
-    if manager is None:
-        return None
-    if saved == _NONE:
-        raise CheckpointError(
-            f"{folder} was saved without a manager, so the optimizer's state is not in it. Pass manager=None to load the rest."
-        )
-    if saved == _LOGICAL:
-        if _kind_of(manager) != _LOGICAL:
-            raise CheckpointError(
-                f"{folder} holds the whole optimizer state, and {type(manager).__name__} has no load_logical_state()."
-                " Use the manager it was saved with (OptimManager), or manager=None."
-            )
-        return None
-    if head["world_size"] != group.size:
-        raise CheckpointError(
-            f"{folder} holds the optimizer state of each of {head['world_size']} ranks, and this run has {group.size}."
-            f" Start {head['world_size']} ranks, or save with a manager that has logical_state(), as OptimManager has."
-        )
-    return read_torch_file(folder / _rank_file(group.rank))
-
-
-def _rank_file(rank: int) -> str:
-    return f"optimizer-rank-{rank}.pt"
 
 
 def _restore_random(saved: Sequence[dict[str, Any]], folder: Path, group: Group) -> None:
