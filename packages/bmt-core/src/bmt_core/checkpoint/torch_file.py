@@ -17,11 +17,13 @@ _CHUNK = 1 << 24
 
 
 def write_torch_file(path: Path, value: object) -> None:
-    """Write ``value`` so that :func:`read_torch_file` can read it, or raise :class:`CheckpointError`."""
+    """Write ``value`` so that :func:`read_torch_file` can read it. :class:`CheckpointError` or OSError if that fails."""
     try:
-        torch.save(value, path)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"Cannot write {path}: {error}.") from error
+        with _FileThatRemembersErrors(path, "w") as file:
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:  # how torch reports any error of the file
+                raise file.error or CheckpointError(f"Cannot write {path}: {error}.") from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{_ONLY_PLAIN} {error}") from error
     # A file that cannot be loaded must be noticed now, not when it is needed. This does not read the tensors' values.
@@ -29,6 +31,20 @@ def write_torch_file(path: Path, value: object) -> None:
         torch.load(path, mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{_ONLY_PLAIN} Torch refuses {_refused(error)}.") from error
+
+
+class _FileThatRemembersErrors(io.FileIO):
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            left = memoryview(data).cast("B")
+            while left:  # the system writes at most 2 GiB at once
+                left = left[super().write(left) :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return memoryview(data).nbytes
 
 
 def read_torch_file(path: Path) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from bmt_core.checkpoint.atomic import previous_of, publish_directory, replacing
+from bmt_core.checkpoint.atomic import cannot_write, previous_of, publish_directory, replacing
 from bmt_core.checkpoint.background import wait_for_saves
 from bmt_core.checkpoint.loading import prepared_load
 from bmt_core.checkpoint.manager_state import LOGICAL, NONE, PER_RANK, kind_of, prepare_manager, rank_file
@@ -56,19 +56,15 @@ def save_checkpoint(
     with collective_section(group, f"saving {final}"):
         if group.rank == 0:
             _make_empty(temporary)
-    save(model, temporary / _MODEL)
-    kind = kind_of(manager)
-    state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
-    states = all_gather_object(random_states(), group)
-    with collective_section(group, f"saving {final}"):
-        if kind == PER_RANK:
-            _write(temporary / rank_file(group.rank), manager.state_dict())
-        if group.rank == 0:
-            training = {"step": step, "extra": extra, "world_size": group.size, "random": states}
-            _write(temporary / _TRAINING, {**training, "optimizer": kind, "optimizer_state": state})
-    with collective_section(group, f"saving {final}"):
-        if group.rank == 0:
-            _publish(temporary, final)
+    try:
+        _write_checkpoint(temporary, model, manager, step, extra)
+        with collective_section(group, f"saving {final}"):
+            if group.rank == 0:
+                _publish(temporary, final)
+    except BaseException:
+        if group.rank == 0:  # on a full disk, what was written would be in the way
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return final
 
 
@@ -108,13 +104,27 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
 _HEAD = ("step", "extra", "world_size", "random", "optimizer")
 
 
+def _write_checkpoint(folder: Path, model: nn.Module, manager: Any, step: int, extra: Any) -> None:
+    group = world_group()
+    save(model, folder / _MODEL)
+    kind = kind_of(manager)
+    state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
+    states = all_gather_object(random_states(), group)
+    with collective_section(group, f"saving {folder}"):
+        if kind == PER_RANK:
+            _write(folder / rank_file(group.rank), manager.state_dict())
+        if group.rank == 0:
+            training = {"step": step, "extra": extra, "world_size": group.size, "random": states}
+            _write(folder / _TRAINING, {**training, "optimizer": kind, "optimizer_state": state})
+
+
 def _make_empty(folder: Path) -> None:
     try:
         if folder.exists():  # left by a program that died
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"Cannot make the directory {folder}: {error.strerror}.") from error
+        raise CheckpointError(cannot_write(folder, error)) from error
 
 
 def _write(path: Path, value: Any) -> None:
@@ -126,7 +136,7 @@ def _publish(temporary: Path, final: Path) -> None:
     try:
         publish_directory(temporary, final)
     except OSError as error:
-        raise CheckpointError(f"Cannot rename {temporary} to {final}: {error.strerror}.") from error
+        raise CheckpointError(cannot_write(final, error)) from error
     with replacing(final.parent / _LATEST) as latest:
         latest.write_text(f"{final.name}\n")
 
