@@ -311,7 +311,7 @@ def broken_files(folder: Path) -> dict[str, tuple[str, ...]]:
         "flipped.pt": ("not a whole file",),
         "folder.pt": ("is a directory",),
         "nowhere.pt": ("There is no checkpoint file",),
-        "model.safetensors": (".safetensors", "Known: torch (.pt)"),
+        "model.gguf": (".gguf", "Known: torch (.pt)"),
     }
 
 

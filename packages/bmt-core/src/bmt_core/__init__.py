@@ -2,6 +2,7 @@
 
 from bmt_core.checkpoint import (
     CheckpointFormat,
+    SafetensorsFormat,
     TorchFormat,
     load,
     load_checkpoint,
@@ -65,6 +66,7 @@ __all__ = [
     "RemoteError",
     "RunSettings",
     "Runtime",
+    "SafetensorsFormat",
     "Scheduled",
     "Topology",
     "TorchFormat",

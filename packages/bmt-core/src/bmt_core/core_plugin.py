@@ -27,10 +27,10 @@ def bmt_comm_backends() -> list[type[CommBackend]]:
 
 @hookimpl
 def bmt_checkpoint_formats() -> list[type[CheckpointFormat]]:
-    """Announce files of ``torch.save``."""
-    from bmt_core.checkpoint import TorchFormat
+    """Announce files of ``torch.save`` and of safetensors."""
+    from bmt_core.checkpoint import SafetensorsFormat, TorchFormat
 
-    return [TorchFormat]
+    return [TorchFormat, SafetensorsFormat]
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from bmt_core.checkpoint.background import wait_for_saves
-from bmt_core.checkpoint.choice import FormatChoice, choose_format
+from bmt_core.checkpoint.choice import FormatChoice, open_checkpoint
 from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
 from bmt_core.checkpoint.model_state import named_targets, world_group, write_whole
 from bmt_core.checkpoint.plan import LoadPlan, Step, plan_load
@@ -28,11 +28,13 @@ from bmt_core.run.runtime import current, is_initialized
 
 
 def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None) -> Any:
-    """Read the file ``path``, written by any number of ranks in any grid, into ``model``. Collective.
+    """Read ``path``, written by any number of ranks in any grid, into ``model``. Collective.
 
-    Rank 0 reads one tensor at a time and broadcasts it; every rank keeps its part, in the model's dtype. Ranks may hold
-    different parts of the model, as pipeline stages do. Only rank 0 needs access to the file. Names, shapes and dtypes are
-    compared before anything is written: if they do not fit, or if the file is damaged or not a checkpoint, every rank raises
+    ``path`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face. Every
+    rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts of the model, as pipeline stages
+    do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise rank 0, which alone needs
+    access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are compared before
+    anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
     :class:`CheckpointError` and the model is unchanged.
 
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
@@ -52,29 +54,47 @@ def prepared_load(
     The ``with`` statement and the function are collective. If the file does not load, every rank raises before the body.
     """
     group = world_group()
-    reader: CheckpointReader | None = None
-    with off_meta_device():
-        try:
-            with collective_section(group, f"loading {source}"):
-                if group.rank == 0:
-                    reader = choose_format(source, format).open(source)
-            index = _broadcast_index(reader, group)
-            owners = group_of_owners(model.parameters())
-            elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
-            with collective_section(group, f"loading {source}"):
-                plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
-            wanted = in_one_order(all_gather_object(plan.sources, owners))
+    what = f"loading {source}"
+    with off_meta_device(), ExitStack() as opened:
+        reader: CheckpointReader | None = None
+        with collective_section(group, what):
+            if group.rank == 0:
+                reader = open_checkpoint(source, format)
+                opened.callback(reader.close)
+        index, identity = _broadcast_index(reader, group)
+        owners = group_of_owners(model.parameters())
+        elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
+        with collective_section(group, what):
+            plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
+        wanted = in_one_order(all_gather_object(plan.sources, owners))
+        all_read = identity is not None
+        if all_read:
+            reader = reader or _open_same(identity, source, format, opened)
+            all_read = all(all_gather_object(reader is not None, group))
+        with collective_section(group, what):
+            if reader is not None and (all_read or group.rank == 0):
+                reader.verify(*((group.rank, group.size) if all_read else (0, 1)))
 
-            def load_model() -> Any:
-                with collective_section(group, f"loading {source}"):
-                    _receive(plan, [index.entries[name] for name in wanted], reader, group)
-                with collective_section(group, f"loading {source}"):
-                    return _tell_modules(model, plan)
+        def load_model() -> Any:
+            with collective_section(group, what):
+                if all_read:
+                    _read_own_parts(plan, reader)
+                else:
+                    _receive(plan, [index.entries[name] for name in wanted], reader if group.rank == 0 else None, group)
+            with collective_section(group, what):
+                return _tell_modules(model, plan)
 
-            yield load_model
-        finally:
-            if reader is not None:
-                reader.close()
+        yield load_model
+
+
+def _open_same(identity: object, source: Path, format: FormatChoice, opened: ExitStack) -> CheckpointReader | None:
+    """Open ``source`` on this rank; None if it is not there, or not what rank 0 found."""
+    try:
+        reader = open_checkpoint(source, format)
+    except CheckpointError:
+        return None
+    opened.callback(reader.close)
+    return reader if reader.identity == identity else None
 
 
 def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
@@ -88,15 +108,28 @@ def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
     return incompatible
 
 
-def _broadcast_index(reader: CheckpointReader | None, group: Group) -> Index:
+def _broadcast_index(reader: CheckpointReader | None, group: Group) -> tuple[Index, object]:
+    """Return the index and the identity of rank 0's ``reader``."""
     message = None
     if reader is not None:
         entries = reader.index.entries
         extra = {name: value for name, value in entries.items() if not isinstance(value, (TensorEntry, ForeignEntry))}
         # Not by pickle alone, which does not know every dtype that the tensors in an extra state may have.
-        message = {**entries, **dict.fromkeys(extra)}, to_bytes(extra), dict(reader.index.metadata)
-    entries, extra_bytes, metadata = broadcast_object(message, group)
-    return Index(entries={**entries, **from_bytes(extra_bytes)}, metadata=metadata)
+        message = {**entries, **dict.fromkeys(extra)}, to_bytes(extra), dict(reader.index.metadata), reader.identity
+    entries, extra_bytes, metadata, identity = broadcast_object(message, group)
+    return Index(entries={**entries, **from_bytes(extra_bytes)}, metadata=metadata), identity
+
+
+def _read_own_parts(plan: LoadPlan, reader: CheckpointReader | None) -> None:
+    """Execute the steps of ``plan`` with what this rank reads by itself. Communicates nothing."""
+    assert reader is not None
+    for step in plan.steps:
+        value = step.value
+        if isinstance(value, TensorEntry):
+            value = reader.read(value.source)
+            if step.target is None:  # the module will keep it, and the file is closed
+                value = value.to(_device(), copy=True)
+        _execute(step, value, plan)
 
 
 def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointReader | None, group: Group) -> None:
