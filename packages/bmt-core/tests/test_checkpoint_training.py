@@ -176,6 +176,60 @@ def test_every_kind_of_generator_is_restored() -> None:
     assert first == second
 
 
+def save_some(folder: str, steps: list[int], keep: int | None) -> list[str]:
+    model = Net()
+    for step in steps:
+        bmt_core.save_checkpoint(folder, model, step=step, keep=keep)
+    found = bmt_core.latest(folder)
+    assert found is not None
+    return [found.name, *sorted(path.name for path in Path(folder).iterdir())]
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    assert bmt_core.latest(tmp_path) is None
+    folder = str(tmp_path)
+    assert run_ranks(save_some, 1, folder, [8, 9, 10], None) == [["step-10", "latest", "step-10", "step-8", "step-9"]]
+    assert run_ranks(save_some, 1, folder, [11], 2) == [["step-11", "latest", "step-10", "step-11"]]
+    assert run_ranks(save_some, 1, folder, [5], 1) == [["step-5", "latest", "step-5"]]  # the one just saved stays
+    with pytest.raises(ValueError, match="keep is the number of checkpoints"):
+        bmt_core.save_checkpoint(tmp_path, Net, keep=0)
+
+
+def save_in_background(folder: str, kind: type[Momentum]) -> Any:
+    model = Net()
+    manager = kind(model)
+    train(model, manager, 3)
+    extra = {"position": 17, "order": torch.arange(3)}
+    bmt_core.save_checkpoint(folder, model, manager, step=3, extra=extra, non_blocking=True)
+    extra["order"].zero_()
+    return train(model, manager, 3), result_of(model, manager)
+
+
+@pytest.mark.parametrize("kind", [Momentum, LocalMomentum])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_written_in_the_background_is_that_of_the_call(
+    world_size: int, kind: type[Momentum], tmp_path: Path
+) -> None:
+    expected = run_ranks(save_in_background, world_size, str(tmp_path), kind)
+    assert run_ranks(resumed, world_size, str(tmp_path), kind) == expected
+
+
+def fail_in_background(folder: str) -> list[str]:
+    bmt_core.save_checkpoint(folder, Net(), step=1)
+    bmt_core.save_checkpoint(folder, Net(), step=2, extra=Net, non_blocking=True)
+    with pytest.raises(CheckpointError) as caught:
+        bmt_core.load_checkpoint(folder, Net())
+    assert bmt_core.load_checkpoint(folder, Net())["step"] == 1  # told once
+    return [str(caught.value), *sorted(path.name for path in Path(folder).iterdir())]
+
+
+def test_an_error_in_the_background_comes_out_of_the_next_call_and_the_previous_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
+    for message, *files in run_ranks(fail_in_background, 2, str(tmp_path), timeout=30):
+        assert "extra=" in message and files == ["latest", "step-1"]
+
+
 # ---- what does not fit ----
 
 
@@ -230,7 +284,7 @@ def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
 
 def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
     """Ways to spoil the checkpoint ``folder/step-3`` of 2 ranks: what -> (what the error must say, the change)."""
-    latest, training = folder / "latest", folder / "step-3" / "training.pt"
+    latest, training, model = folder / "latest", folder / "step-3" / "training.pt", folder / "step-3" / "model.pt"
 
     def with_entries(**changes: Any) -> Callable[[], object]:
         return lambda: torch.save({**torch.load(training, weights_only=True), **changes}, training)
@@ -254,7 +308,9 @@ def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "step": ("is damaged: step = 'three'", with_entries(step="three")),
         "optimizer": ("is damaged: optimizer = ", with_entries(optimizer=torch.zeros(2))),
         "no optimizer state": ("is damaged: optimizer_state = ", with_entries(optimizer_state=None)),
+        "incomplete": ("step-3, is not there or lacks", lambda: training.unlink()),
         "foreign optimizer state": ("does not fit this Momentum", with_entries(optimizer_state={"a": torch.zeros(2)})),
+        "of another": ("is not the file that was saved with training.pt", lambda: torch.save({"a": 1}, model)),
     }
 
 

@@ -7,6 +7,7 @@ from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
 from bmt_core.checkpoint.saving import save
 from bmt_core.checkpoint.torch_format import TorchFormat
 from bmt_core.checkpoint.training import load_checkpoint, save_checkpoint
+from bmt_core.checkpoint.training_folder import latest
 
 __all__ = [
     "CheckpointFormat",
@@ -15,6 +16,7 @@ __all__ = [
     "SafetensorsFormat",
     "TensorEntry",
     "TorchFormat",
+    "latest",
     "load",
     "load_checkpoint",
     "save",

@@ -70,9 +70,9 @@ def _save_file(state: ModelState, target: Path, what: str, chosen: CheckpointFor
         try:
             if group.rank == 0 and non_blocking:
                 copies = list(tensors)
-                start_save(what, lambda: _write(target, chosen, index, copies))
+                start_save(what, lambda: write_file(target, chosen, index, copies))
             elif group.rank == 0:
-                _write(target, chosen, index, tensors)
+                write_file(target, chosen, index, tensors)
         finally:
             # Gathers are collective: other ranks than 0, and a rank 0 whose disk is full, make them all too.
             deque(tensors, maxlen=0)
@@ -100,6 +100,16 @@ def _save_directory(state: ModelState, target: Path, what: str, non_blocking: bo
         start_save(what, lambda: writer.write(copies), writer)
 
 
-def _write(target: Path, chosen: CheckpointFormat, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def host_copy(model: nn.Module, what: str) -> tuple[Index, list[tuple[str, torch.Tensor]]]:
+    """Return the index of ``model``, and on rank 0 its tensors, copied to host memory. Collective."""
+    state = ModelState(model, what)
+    with collective_section(world_group(), what):
+        return state.index, list(state.tensors(keep=world_group().rank == 0))
+
+
+def write_file(
+    target: Path, chosen: CheckpointFormat, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write a file on this rank, atomically."""
     with replacing(target) as temporary:
         chosen.write(temporary, index, tensors)

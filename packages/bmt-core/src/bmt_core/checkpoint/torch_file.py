@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def read_torch_file(path: Path) -> Any:
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{_not_whole(path)} ({type(error).__name__}: {first_line})") from error
+
+
+def archive_checksum(path: Path) -> str | None:
+    """Return a checksum of the checksums, sizes and names in a file of ``torch.save``; None if there is no such file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [(info.filename, info.CRC, info.file_size) for info in archive.infolist()]
+    except (OSError, zipfile.BadZipFile, ValueError):
+        return None
+    return f"{zlib.crc32(repr(records).encode()):08x}"
 
 
 def to_bytes(value: object) -> bytes:
