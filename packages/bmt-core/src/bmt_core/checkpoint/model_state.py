@@ -76,6 +76,8 @@ class ModelState:
             entries = {
                 name: _entry(name, holder, reports, local, self._group) for name, holder in self._holders.items()
             }
+        own_shares = all_gather_object(self.own_share, world)
+        self._rank_of_share = dict(zip(own_shares, world.ranks, strict=True))
         self._distributed = {name for name, holder in self._holders.items() if name in axes[holder]}
         metadata = {prefix: value for report in reversed(reports) for prefix, value in report.metadata.items()}
         self.index = Index(entries=entries, metadata=metadata)
@@ -118,7 +120,8 @@ class ModelState:
         One tensor of each share is gathered, then all ranks yield theirs, so that they can write at the same time.
         """
         rounds = [[name for name in row if name is not None] for row in zip_longest(*shares)]
-        return self._copies(rounds, shares[self.own_share], lambda name, _: self._own_whole(name))
+        gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
+        return self._copies(rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name))
 
     def _names(self) -> list[str]:
         entries = self.index.entries.items()
@@ -139,7 +142,9 @@ class ModelState:
                 whole = gather(name, self.index.entries[name])
                 if name in kept and failure is None and whole is not None:
                     try:
-                        copies.append((name, whole.to("cpu", copy=True, memory_format=torch.contiguous_format)))
+                        copies.append(
+                            (name, whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+                        )
                     except Exception as error:
                         failure = error
                 del whole  # before the next one is made
@@ -148,19 +153,21 @@ class ModelState:
         if failure is not None:
             raise failure
 
-    def _own_whole(self, name: str) -> torch.Tensor | None:
-        return whole_tensor(self._values[name]) if name in self._values else None
+    def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
+        """Return the whole tensor on ``rank`` of the world. Others return None, or their value of one that is not distributed."""
+        value = self._values.get(name)
+        return value.gather_on(rank) if isinstance(value, DistributedParameter) else value
 
     def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return the whole tensor if this rank has a part of it. Rank 0 is sent the tensors of which it has none."""
-        whole = self._own_whole(name)
+        """Return the whole tensor on rank 0, which is sent those of which it has no part."""
         holder = self._holders[name]
+        whole = self._gathered_on(self._rank_of_share[holder * self._beside.size], name)
         if holder == 0 or 0 not in self._group.ranks:
             return whole
         device = current().device
         if self._group.rank == holder:
             assert whole is not None
-            sent = whole.to(device).contiguous()
+            sent = whole.detach().to(device).contiguous()
         else:
             sent = torch.empty(entry.shape, dtype=entry.dtype, device=device)
         if sent.numel():
@@ -187,16 +194,8 @@ def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState,
     return from_bytes(reports[holder].extra)[name] if entry is None else entry
 
 
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a parameter or buffer, detached. Collective for a distributed parameter."""
-    if not isinstance(value, DistributedParameter):
-        return value.detach()
-    with torch.no_grad():
-        return value.gather_all()
-
-
 def whole_shape(value: torch.Tensor) -> torch.Size:
-    """Return the shape of :func:`whole_tensor`. Communicates nothing."""
+    """Return the shape of the whole of a parameter or buffer. Communicates nothing."""
     return value.whole_shape if isinstance(value, DistributedParameter) else value.shape
 
 
