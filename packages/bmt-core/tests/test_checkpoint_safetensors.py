@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import struct
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,3 +376,107 @@ def test_a_directory_is_written_in_the_background_and_errors_come_out_of_the_nex
         assert saved == whole_state(plain_net())
         assert "The disk is full: cannot write" in message.splitlines()[0]
     assert not list(bad.iterdir())
+
+
+# ---- faults drawn at random, and at every moment ----
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """A file with a few bits flipped, cut short, lengthened, or with two of its parts exchanged."""
+    changed, kind = bytearray(data), draw.randrange(5)
+    if kind < 2:
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    elif kind == 2:
+        del changed[draw.randrange(len(changed)) :]
+    elif kind == 3:
+        changed += draw.randbytes(draw.randrange(1, 9))
+    else:
+        size = draw.randrange(1, 64)
+        one, two = (draw.randrange(len(changed) - size) for _ in range(2))
+        changed[one : one + size], changed[two : two + size] = changed[two : two + size], changed[one : one + size]
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_mutation_of_a_checkpoint_loads_other_values_or_raises_another_error(seed: int, tmp_path: Path) -> None:
+    file, folder, draw = tmp_path / "model.safetensors", tmp_path / "folder", random.Random(seed)
+    bmt_core.save(plain_net(seed=1), file)
+    bmt_core.save(plain_net(seed=1), f"{folder}/")
+    (shard,) = folder.glob("*.safetensors")
+    model = plain_net()
+    before, after = whole_state(model), whole_state(plain_net(seed=1))
+    refused = 0
+    for path, source in ((file, file), (shard, folder), (folder / INDEX, folder)):
+        whole = path.read_bytes()
+        for _ in range(40):
+            path.write_bytes(mutated(whole, draw))
+            try:
+                bmt_core.load(model, source)
+            except CheckpointError:
+                refused += 1
+                assert whole_state(model) == before
+            else:  # something that does not matter, such as a blank in the index
+                assert whole_state(model) == after
+                model = plain_net()
+        path.write_bytes(whole)
+    assert refused > 90
+
+
+CRASH = textwrap.dedent(
+    """
+    # Save to a directory that has a model, and die at the n-th thing done to the file system, for every n until one gets through.
+    import os, sys
+    from pathlib import Path
+    import torch
+    import bmt_core
+
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    events = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate")
+
+    def net(value):
+        model = torch.nn.Linear(4, 4)
+        torch.nn.init.constant_(model.weight, value)
+        return model
+
+    def save_and_die_at(n):
+        left = n
+        def hook(event, arguments):
+            nonlocal left
+            if event in events and str(folder) in str(arguments[0]):
+                left -= 1
+                if left == 0:
+                    os._exit(9)
+        sys.addaudithook(hook)
+        bmt_core.save(net(2.0), folder)
+        os._exit(0)
+
+    folder.mkdir()
+    values = []
+    for n in range(1, 1000):
+        bmt_core.save(net(1.0), folder)
+        child = os.fork()
+        if child == 0:
+            save_and_die_at(n)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        model = net(0.0)
+        bmt_core.load(model, folder)
+        values.append(model.weight[0, 0].item())
+        assert model.weight.eq(values[-1]).all()
+        if code == 0:
+            break
+        assert code == 9
+    assert values[0] == 1.0 and values[-1] == 2.0 and values == sorted(values), values
+    print(len(values), len(list(folder.iterdir())))
+    """
+)
+
+
+def test_a_crash_at_any_moment_leaves_a_whole_directory(tmp_path: Path) -> None:
+    died = subprocess.run(
+        [sys.executable, "-c", CRASH, str(tmp_path / "model")], capture_output=True, text=True, timeout=120
+    )
+    assert died.returncode == 0, died.stderr
+    count, files = died.stdout.split()
+    assert int(count) > 8 and int(files) == 2  # the last save deleted what the crashes left
