@@ -35,7 +35,7 @@ def bmt_checkpoint_formats() -> list[type[CheckpointFormat]]:
 
 @hookimpl
 def bmt_cli_commands() -> list[click.Command]:
-    """Announce ``bmt doctor``, ``bmt plugins`` and ``bmt bench``."""
+    """Announce ``bmt doctor``, ``bmt plugins``, ``bmt bench`` and ``bmt checkpoint``."""
     from bmt_core.cli import COMMANDS
 
     return COMMANDS
