@@ -74,8 +74,9 @@ def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> 
     install("greeter", COMMAND)
     result = bmt("--help", plugins=("greeter",))
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:5]] == [
+    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:6]] == [
         "bench",
+        "checkpoint",
         "doctor",
         "fail",
         "greet",
