@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,56 @@ def test_run_resumes_at_another_world_size(saving: int, loading: int, dtype: tor
     # What follows differs by the order in which gradients are summed.
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert resumed_losses == pytest.approx(losses, rel=tolerance)
+
+
+# ---- states that do not fit ----
+
+
+def spoiled_states(state: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What -> (what the error must say, the state of a manager with that fault)."""
+    logical = state["logical"]
+    first, *rest = logical["parameters"]
+    values = logical["parameters"][first]
+
+    def with_logical(**changes: Any) -> dict[str, Any]:
+        return {**state, "logical": {**logical, **changes}}
+
+    def with_first(**changes: Any) -> dict[str, Any]:
+        return with_logical(parameters={**logical["parameters"], first: {**values, **changes}})
+
+    damaged, key = "The optimizer state is damaged", next(k for k, v in values.items() if isinstance(v, torch.Tensor))
+    return {
+        "no state": (damaged, {"steps": 3}),
+        "parameters text": (damaged, with_logical(parameters="all")),
+        "parameter text": (damaged, with_logical(parameters={**logical["parameters"], first: "text"})),
+        "groups text": (damaged, with_logical(groups=["lr 0.1"])),
+        "more groups": ("parameter groups", with_logical(groups=[[*logical["groups"][0], {"lr": 1.0}]])),
+        "schedulers": ("with a scheduler", {**state, "lr_schedulers": []}),
+        "names": ("nothing about 1 of", with_logical(parameters={name: logical["parameters"][name] for name in rest})),
+        "tensor text": (f"{key} of {first!r} is the text", with_first(**{key: "text"})),
+        "shape": ("has shape (2, 2)", with_first(**{key: torch.zeros(2, 2)})),
+    }
+
+
+def load_spoiled(folder: str, count: int) -> list[tuple[str, bool]]:
+    model, manager = make_run(torch.bfloat16)
+    train(model, manager, 1, 0)
+    results = []
+    for i in range(count):
+        before = everything(model, manager)
+        with pytest.raises(CheckpointError) as caught:
+            bmt_core.load_checkpoint(f"{folder}/{i}/step-4", model, manager)
+        results.append((str(caught.value), everything(model, manager) == before))
+    return results
+
+
+def test_an_optimizer_state_that_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+    run_ranks(uninterrupted, 2, str(tmp_path), torch.bfloat16)
+    whole = torch.load(tmp_path / "step-4" / "training.pt", weights_only=True)
+    spoiled = spoiled_states(whole["optimizer_state"])
+    for i, (_, state) in enumerate(spoiled.values()):
+        shutil.copytree(tmp_path / "step-4", tmp_path / str(i) / "step-4")
+        torch.save({**whole, "optimizer_state": state}, tmp_path / str(i) / "step-4" / "training.pt")
+    for results in run_ranks(load_spoiled, 2, str(tmp_path), len(spoiled), timeout=60):
+        for (what, (part, _)), (message, unchanged) in zip(spoiled.items(), results, strict=True):
+            assert part in message and unchanged, (what, message, unchanged)

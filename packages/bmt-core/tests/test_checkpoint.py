@@ -208,10 +208,12 @@ def whole_at_once(path: str) -> tuple[int, int]:
     seen: list[StorageWeakRef] = []
     peak = 0
 
-    def watched(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def call(*args: Any) -> torch.Tensor:
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
             nonlocal peak
             made = function(*args)
+            if made is None:
+                return None
             seen.append(StorageWeakRef(made.untyped_storage()))
             peak = max(peak, sum(not storage.expired() for storage in seen))
             return made
@@ -222,7 +224,7 @@ def whole_at_once(path: str) -> tuple[int, int]:
     for i in range(6):
         model.register_parameter(f"p{i}", DistributedParameter(torch.full((10, 10), float(i))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shard, "assemble", watched(Shard.assemble))
+        patch.setattr(Shard, "assemble_on", watched(Shard.assemble_on))
         bmt_core.save(model, path)
     at_saving, peak = peak, 0
     with pytest.MonkeyPatch.context() as patch:
@@ -311,7 +313,7 @@ def broken_files(folder: Path) -> dict[str, tuple[str, ...]]:
         "flipped.pt": ("not a whole file",),
         "folder.pt": ("is a directory",),
         "nowhere.pt": ("There is no checkpoint file",),
-        "model.safetensors": (".safetensors", "Known: torch (.pt)"),
+        "model.gguf": (".gguf", "Known: torch (.pt)"),
     }
 
 

@@ -6,7 +6,7 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +176,71 @@ def test_every_kind_of_generator_is_restored() -> None:
     assert first == second
 
 
+def save_some(folder: str, steps: list[int], keep: int | None) -> list[str]:
+    model = Net()
+    for step in steps:
+        bmt_core.save_checkpoint(folder, model, step=step, keep=keep)
+    found = bmt_core.latest(folder)
+    assert found is not None
+    return [found.name, *sorted(path.name for path in Path(folder).iterdir())]
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    assert bmt_core.latest(tmp_path) is None
+    folder = str(tmp_path)
+    assert run_ranks(save_some, 1, folder, [8, 9, 10], None) == [["step-10", "latest", "step-10", "step-8", "step-9"]]
+    assert run_ranks(save_some, 1, folder, [11], 2) == [["step-11", "latest", "step-10", "step-11"]]
+    assert run_ranks(save_some, 1, folder, [5], 1) == [["step-5", "latest", "step-5"]]  # the one just saved stays
+    with pytest.raises(ValueError, match="keep is the number of checkpoints"):
+        bmt_core.save_checkpoint(tmp_path, Net, keep=0)
+
+
+def save_in_background(folder: str, kind: type[Momentum]) -> Any:
+    model = Net()
+    manager = kind(model)
+    train(model, manager, 3)
+    extra = {"position": 17, "order": torch.arange(3)}
+    bmt_core.save_checkpoint(folder, model, manager, step=3, extra=extra, non_blocking=True)
+    extra["order"].zero_()
+    return train(model, manager, 3), result_of(model, manager)
+
+
+@pytest.mark.parametrize("kind", [Momentum, LocalMomentum])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_written_in_the_background_is_that_of_the_call(
+    world_size: int, kind: type[Momentum], tmp_path: Path
+) -> None:
+    expected = run_ranks(save_in_background, world_size, str(tmp_path), kind)
+    assert run_ranks(resumed, world_size, str(tmp_path), kind) == expected
+
+
+def fail_in_background(folder: str) -> list[str]:
+    bmt_core.save_checkpoint(folder, Net(), step=1)
+    bmt_core.save_checkpoint(folder, Net(), step=2, extra=Net, non_blocking=True)
+    with pytest.raises(CheckpointError) as caught:
+        bmt_core.load_checkpoint(folder, Net())
+    assert bmt_core.load_checkpoint(folder, Net())["step"] == 1  # told once
+    return [str(caught.value), *sorted(path.name for path in Path(folder).iterdir())]
+
+
+def test_an_error_in_the_background_comes_out_of_the_next_call_and_the_previous_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
+    for message, *files in run_ranks(fail_in_background, 2, str(tmp_path), timeout=30):
+        assert "extra=" in message and files == ["latest", "step-1"]
+
+
 # ---- what does not fit ----
 
 
 def load_errors(folder: str, kind: type[Momentum] | None) -> tuple[str, bool]:
     model = Net()
     manager = None if kind is None else kind(model)
-    before = result_of(model, Momentum(model))[0]
+    before, state = result_of(model, manager or Momentum(model)), torch.get_rng_state()
     with pytest.raises(CheckpointError) as caught:
         bmt_core.load_checkpoint(folder, model, manager)
-    return str(caught.value), result_of(model, Momentum(model))[0] == before
+    unchanged = result_of(model, manager or Momentum(model)) == before
+    return str(caught.value), unchanged and torch.equal(torch.get_rng_state(), state)
 
 
 def save_without_manager(folder: str) -> None:
@@ -225,6 +280,76 @@ def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
     training.write_bytes(data)
     (tmp_path / "step-1" / "model.pt").write_bytes(b"")
     check_errors(2, tmp_path, None, "not a whole file", "model.pt")
+
+
+def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
+    """Ways to spoil the checkpoint ``folder/step-3`` of 2 ranks: what -> (what the error must say, the change)."""
+    latest, training, model = folder / "latest", folder / "step-3" / "training.pt", folder / "step-3" / "model.pt"
+
+    def with_entries(**changes: Any) -> Callable[[], object]:
+        return lambda: torch.save({**torch.load(training, weights_only=True), **changes}, training)
+
+    def with_random(kind: str, state: Any) -> Callable[[], object]:
+        states = torch.load(training, weights_only=True)["random"]
+        return with_entries(random=[states[0], {**states[1], kind: state}])
+
+    numpy_state = torch.load(training, weights_only=True)["random"][0]["numpy"]
+    return {
+        "latest binary": ("latest holds", lambda: latest.write_bytes(bytes(range(128, 256)))),
+        "latest elsewhere": ("latest holds", lambda: latest.write_text("../elsewhere/step-3")),
+        "latest absolute": ("latest holds", lambda: latest.write_text(str(folder / "step-3"))),
+        "latest empty": ("latest holds", lambda: latest.write_text("")),
+        "latest long": ("latest holds", lambda: latest.write_text("step-" + "3" * 5000)),
+        "random empty": ("not those of 2 rank(s)", with_entries(random=[])),
+        "random text": ("not those of 2 rank(s)", with_entries(random=["a", "b"])),
+        "random torch": ("rank 1's random generator 'torch' is damaged", with_random("torch", torch.zeros(3))),
+        "random python": ("'python' is damaged", with_random("python", {"version": 3})),
+        "random numpy": ("'numpy' is damaged", with_random("numpy", {**numpy_state, "words": torch.zeros(2)})),
+        "step": ("is damaged: step = 'three'", with_entries(step="three")),
+        "optimizer": ("is damaged: optimizer = ", with_entries(optimizer=torch.zeros(2))),
+        "no optimizer state": ("is damaged: optimizer_state = ", with_entries(optimizer_state=None)),
+        "incomplete": ("step-3, is not there or lacks", lambda: training.unlink()),
+        "foreign optimizer state": ("does not fit this Momentum", with_entries(optimizer_state={"a": torch.zeros(2)})),
+        "of another": ("is not the file that was saved with training.pt", lambda: torch.save({"a": 1}, model)),
+    }
+
+
+def test_malformed_checkpoints_are_one_error_on_every_rank_and_change_nothing(tmp_path: Path) -> None:
+    run_ranks(uninterrupted, 2, str(tmp_path), Momentum, own_streams=False)
+    training = tmp_path / "step-3" / "training.pt"
+    data, expected = training.read_bytes(), mutations(tmp_path)
+    for what, (part, change) in expected.items():
+        training.write_bytes(data)
+        (tmp_path / "latest").write_text("step-3\n")
+        change()
+        for message, unchanged in run_ranks(load_errors, 2, str(tmp_path), Momentum, timeout=30):
+            assert unchanged and part in message, (what, message)
+
+
+class TwoMoments(LocalMomentum):
+    """Has more state than was saved, which rank 1 notices when it has changed a part."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "second": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        assert bmt_core.rank() == 0 or state["second"] == 0
+
+
+def load_into_two_moments(folder: str) -> tuple[str, bool]:
+    model = Net()
+    manager = TwoMoments(model)
+    before, state = result_of(model, manager), torch.get_rng_state()
+    with pytest.raises(CheckpointError) as caught:
+        bmt_core.load_checkpoint(folder, model, manager)
+    return str(caught.value), result_of(model, manager) == before and torch.equal(torch.get_rng_state(), state)
+
+
+def test_manager_that_fails_on_one_rank_leaves_the_model_and_itself_as_they_were(tmp_path: Path) -> None:
+    run_ranks(uninterrupted, 2, str(tmp_path), LocalMomentum, own_streams=False)
+    for message, unchanged in run_ranks(load_into_two_moments, 2, str(tmp_path), timeout=30):
+        assert "does not fit this TwoMoments (KeyError: 'second')" in message and unchanged
 
 
 def save_strange_extra(folder: str) -> str:

@@ -73,6 +73,38 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_the_previous_file(tmp_
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
 
 
+def errors_of_saving(paths: list[str], folder: str) -> list[str]:
+    messages = []
+    for save in [lambda path=path: bmt_core.save(net(), path) for path in paths] + [
+        lambda: bmt_core.save_checkpoint(folder, net(), step=2)
+    ]:
+        with pytest.raises(CheckpointError) as caught:
+            save()
+        messages.append(str(caught.value))
+    return messages
+
+
+def save_steps(folder: str, step: int) -> int:
+    bmt_core.save_checkpoint(folder, net(), step=step)
+    return int(bmt_core.load_checkpoint(folder, net())["step"])
+
+
+def test_a_disk_without_space_is_named_in_the_first_line_on_every_rank(tmp_path: Path) -> None:
+    """The temporary files are links to /dev/full, on which every write fails as on a full disk."""
+    (tmp_path / "model.pt").write_text("previous")
+    (tmp_path / ".model.pt.tmp").symlink_to("/dev/full")
+    assert run_ranks(save_steps, 2, str(tmp_path / "runs"), 1) == [1, 1]
+    (tmp_path / "runs" / ".latest.tmp").symlink_to("/dev/full")
+    paths = [str(tmp_path / "model.pt")]
+    for messages in run_ranks(errors_of_saving, 2, paths, str(tmp_path / "runs"), timeout=30):
+        for message in messages:
+            assert "The disk is full: cannot write" in message.splitlines()[0]
+    assert (tmp_path / "model.pt").read_text() == "previous"
+    assert [entry.name for entry in tmp_path.iterdir() if entry.is_file()] == ["model.pt"]
+    assert (tmp_path / "runs" / "latest").read_text() == "step-1\n"
+    assert run_ranks(save_steps, 2, str(tmp_path / "runs"), 3) == [3, 3]
+
+
 class FailingFormat(TorchFormat):
     """Asks for one tensor, then fails: the other gathers must still happen on all ranks."""
 

@@ -67,15 +67,16 @@ def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
 
 def test_core_announces_its_commands_by_hook() -> None:
     assert bmt_cli_commands() == COMMANDS
-    assert sorted(command.name or "" for command in COMMANDS) == ["bench", "doctor", "plugins"]
+    assert sorted(command.name or "" for command in COMMANDS) == ["bench", "checkpoint", "doctor", "plugins"]
 
 
 def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> None:
     install("greeter", COMMAND)
     result = bmt("--help", plugins=("greeter",))
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:5]] == [
+    assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:6]] == [
         "bench",
+        "checkpoint",
         "doctor",
         "fail",
         "greet",
@@ -105,7 +106,10 @@ def test_plugin_cannot_replace_a_command_of_core(bmt: Bmt, install: Install) -> 
 def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:
     result = bmt("docter")
     assert result.exit_code == 2
-    assert "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, plugins." in result.output
+    assert (
+        "No command is named 'docter'. Did you mean 'doctor'? Known: bench, checkpoint, doctor, plugins."
+        in result.output
+    )
 
 
 def test_broken_plugin_is_hinted_at_where_its_command_is_missed(bmt: Bmt, install: Install) -> None:
@@ -125,7 +129,7 @@ def test_version_is_that_of_the_distribution(bmt: Bmt) -> None:
 def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
     result = bmt("plugins")
     assert result.exit_code == 0
-    for text in ("bmt-core", "bmt_comm_backends", "comm backend: torch", "command: bench, doctor, plugins"):
+    for text in ("bmt-core", "bmt_comm_backends", "comm backend: torch", "command: bench, checkpoint, doctor, plugins"):
         assert text in result.output
 
 

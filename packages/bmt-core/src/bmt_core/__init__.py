@@ -2,7 +2,9 @@
 
 from bmt_core.checkpoint import (
     CheckpointFormat,
+    SafetensorsFormat,
     TorchFormat,
+    latest,
     load,
     load_checkpoint,
     save,
@@ -67,6 +69,7 @@ __all__ = [
     "RemoteError",
     "RunSettings",
     "Runtime",
+    "SafetensorsFormat",
     "Scheduled",
     "Topology",
     "TorchFormat",
@@ -78,6 +81,7 @@ __all__ = [
     "init_distributed",
     "init_parameters",
     "is_initialized",
+    "latest",
     "load",
     "load_checkpoint",
     "local_along",

@@ -27,15 +27,15 @@ def bmt_comm_backends() -> list[type[CommBackend]]:
 
 @hookimpl
 def bmt_checkpoint_formats() -> list[type[CheckpointFormat]]:
-    """Announce files of ``torch.save``."""
-    from bmt_core.checkpoint import TorchFormat
+    """Announce files of ``torch.save`` and of safetensors."""
+    from bmt_core.checkpoint import SafetensorsFormat, TorchFormat
 
-    return [TorchFormat]
+    return [TorchFormat, SafetensorsFormat]
 
 
 @hookimpl
 def bmt_cli_commands() -> list[click.Command]:
-    """Announce ``bmt doctor``, ``bmt plugins`` and ``bmt bench``."""
+    """Announce ``bmt doctor``, ``bmt plugins``, ``bmt bench`` and ``bmt checkpoint``."""
     from bmt_core.cli import COMMANDS
 
     return COMMANDS

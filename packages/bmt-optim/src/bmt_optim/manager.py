@@ -37,7 +37,15 @@ from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.plain_gradients import PlainGradients
-from bmt_optim.state.logical_state import Named, State, gather, load_logical_state, logical_state, scatter
+from bmt_optim.state.logical_state import (
+    Named,
+    State,
+    check_logical_state,
+    gather,
+    load_logical_state,
+    logical_state,
+    scatter,
+)
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 
 NonFinite = Literal["skip", "raise", "ignore"]
@@ -267,11 +275,15 @@ class OptimManager:
 
     def load_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
         """Take over what :meth:`logical_state` returned at any world size; rank 0 alone needs it. Collective."""
-        head = None if state is None else {**state, "logical": {**state["logical"], "parameters": {}}}
-        head = broadcast_object(head, world())
-        if head is None:
-            raise CheckpointError("Rank 0 was given no optimizer state. Pass what logical_state() returned there.")
-        self.load_state_dict(head if state is None else state, named_parameters=named_parameters)
+        self.load_state_dict(_on_all_ranks(state), named_parameters=named_parameters)
+
+    def check_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
+        """Raise on every rank what :meth:`load_logical_state` would raise, and change nothing. Collective."""
+        self.read_outcome()
+        given = _on_all_ranks(state)
+        with collective_section(world(), "checking the optimizer state"):
+            self._check_schedulers(given["lr_schedulers"])
+        check_logical_state(self._managed, given["logical"], named_parameters)
 
     def _check_schedulers(self, states: Sequence[Any]) -> None:
         found = [saved is not None for saved in states]
@@ -367,6 +379,31 @@ def scatter_state(
     """
     manager.read_outcome()
     scatter(manager._managed, named_parameters, state)
+
+
+def _on_all_ranks(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return ``state``, and rank 0's without the values of parameters on ranks that have none. Collective."""
+    with collective_section(world(), "loading the optimizer state"):
+        head = None if state is None else _without_parameters(state)
+    head = broadcast_object(head, world())
+    if head is None:
+        raise CheckpointError("Rank 0 was given no optimizer state. Pass what logical_state() returned there.")
+    return head if state is None else state
+
+
+def _without_parameters(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    logical = state.get("logical")
+    is_whole = isinstance(logical, Mapping) and isinstance(logical.get("parameters"), Mapping)
+    if not is_whole or not _are_mappings(logical.get("groups")) or not isinstance(state.get("lr_schedulers"), list):  # type: ignore[union-attr]
+        raise CheckpointError("The optimizer state is damaged, or not one that OptimManager.logical_state() returned.")
+    return {**state, "logical": {**logical, "parameters": {}}}  # type: ignore[dict-item]
+
+
+def _are_mappings(groups: Any) -> bool:
+    """Whether ``groups`` is a list of lists of mappings: the options of each optimizer's parameter groups."""
+    if not isinstance(groups, list) or not all(isinstance(of_optimizer, list) for of_optimizer in groups):
+        return False
+    return all(isinstance(group, Mapping) for of_optimizer in groups for group in of_optimizer)
 
 
 def _is_on_host(flag: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from bmt_core import grouped_parameters as grouped_parameters
 from bmt_core import init_distributed as init_distributed
 from bmt_core import init_parameters as init_parameters
 from bmt_core import is_initialized as is_initialized
+from bmt_core import latest as latest
 from bmt_core import load as load
 from bmt_core import load_checkpoint as load_checkpoint
 from bmt_core import rank as rank

@@ -3,16 +3,20 @@
 from bmt_core.checkpoint.background import wait_for_saves
 from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry
 from bmt_core.checkpoint.loading import load
+from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
 from bmt_core.checkpoint.saving import save
 from bmt_core.checkpoint.torch_format import TorchFormat
 from bmt_core.checkpoint.training import load_checkpoint, save_checkpoint
+from bmt_core.checkpoint.training_folder import latest
 
 __all__ = [
     "CheckpointFormat",
     "CheckpointReader",
     "Index",
+    "SafetensorsFormat",
     "TensorEntry",
     "TorchFormat",
+    "latest",
     "load",
     "load_checkpoint",
     "save",

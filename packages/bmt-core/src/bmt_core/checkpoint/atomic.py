@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,9 +32,24 @@ def replacing(path: Path) -> Iterator[Path]:
             raise
         _flush(path.parent)
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot write {path}: {error.strerror or error}. What was there is unchanged."
-        ) from error
+        raise CheckpointError(f"{cannot_write(path, error)} What was there is unchanged.") from error
+
+
+def cannot_write(path: Path, error: OSError) -> str:
+    """Return the first sentence of the message that ``path`` cannot be written, because of ``error``.
+
+    >>> cannot_write(Path("model.pt"), OSError(errno.ENOSPC, "No space left on device"))
+    'The disk is full: cannot write model.pt (No space left on device).'
+    """
+    why = error.strerror or str(error)
+    reasons = {
+        errno.ENOSPC: "The disk is full",
+        errno.EDQUOT: "The disk quota is used up",
+        errno.EROFS: "The disk is read-only",
+    }
+    if error.errno in reasons:
+        return f"{reasons[error.errno]}: cannot write {path} ({why})."
+    return f"Cannot write {path}: {why}."
 
 
 def publish_directory(temporary: Path, final: Path) -> None:

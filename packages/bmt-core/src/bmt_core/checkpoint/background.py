@@ -5,14 +5,26 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from bmt_core.checkpoint.model_state import world_group
 from bmt_core.comm.collective_section import collective_section
 
 
+class FilesOfRanks(Protocol):
+    """Files that several ranks write, each its own, and that become a checkpoint when all have."""
+
+    def publish(self) -> None:
+        """Make them one. Collective."""
+
+    def discard(self) -> None:
+        """Delete this rank's."""
+
+
 class _Save:
-    def __init__(self, what: str, write: Callable[[], None]) -> None:
+    def __init__(self, what: str, write: Callable[[], None], files: FilesOfRanks | None) -> None:
         self.what = what
+        self.files = files
         self.error: Exception | None = None
         self._write = write
         # Not a daemon: a program that ends meanwhile waits for its last checkpoint.
@@ -30,20 +42,31 @@ class _Save:
 _under_way: _Save | None = None
 
 
-def start_save(what: str, write: Callable[[], None]) -> None:
-    """Run ``write`` on a thread. Call :func:`wait_for_saves` before: one save runs at a time."""
+def start_save(what: str, write: Callable[[], None], files: FilesOfRanks | None = None) -> None:
+    """Run ``write`` on a thread. Call :func:`wait_for_saves` before: one save runs at a time.
+
+    ``files``, of every rank or of none, are published by the next :func:`wait_for_saves`.
+    """
     global _under_way
     assert _under_way is None
-    _under_way = _Save(what, write)
+    _under_way = _Save(what, write, files)
     _under_way.thread.start()
 
 
 def wait_for_saves() -> None:
     """Wait until the last non-blocking :func:`save` is on disk. If it failed, raise its error on every rank. Collective."""
     global _under_way
-    with collective_section(world_group(), "a checkpoint in the background"):
-        finished, _under_way = _under_way, None
-        if finished is not None:
-            finished.thread.join()
-            if finished.error is not None:
-                raise finished.error
+    finished, _under_way = _under_way, None
+    files = None if finished is None else finished.files
+    try:
+        with collective_section(world_group(), "a checkpoint in the background"):
+            if finished is not None:
+                finished.thread.join()
+                if finished.error is not None:
+                    raise finished.error
+        if files is not None:
+            files.publish()
+    except BaseException:
+        if files is not None:
+            files.discard()
+        raise

@@ -1,10 +1,11 @@
-"""``choose_format``: the format of a checkpoint file, by name, by object, or by the file's suffix."""
+"""``choose_format``: the format of a file, by name, by object, or by its suffix; ``open_checkpoint``: a file or a directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from bmt_core.checkpoint.format import CheckpointFormat
+from bmt_core.checkpoint.directory_reader import INDEX_SUFFIX, open_directory, open_index
+from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader
 from bmt_core.checkpoint.torch_format import TorchFormat
 from bmt_core.errors import CheckpointError, PluginError
 from bmt_core.plugins import Registry
@@ -13,17 +14,15 @@ from bmt_core.run.runtime import current, is_initialized
 FormatChoice = str | CheckpointFormat | type[CheckpointFormat] | None
 
 # Suffixes of other formats: a file of torch under such a name would mislead.
-_SUFFIXES_OF_OTHERS = (".safetensors", ".gguf", ".json", ".npz", ".h5", ".onnx")
+_SUFFIXES_OF_OTHERS = (".gguf", ".json", ".npz", ".h5", ".onnx")
 
 
 def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
     """Return the format that ``choice`` is or names; for None the one of ``path``'s suffix, or else the torch format.
 
-    Raises :class:`CheckpointError` for a directory, and for a suffix of a format that no installed package provides;
-    :class:`PluginError` for an unknown name.
+    Raises :class:`CheckpointError` for a suffix of a format that no installed package provides; :class:`PluginError` for an
+    unknown name.
     """
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a directory. Name a file, such as {path / 'model.pt'}.")
     if isinstance(choice, CheckpointFormat):
         return choice
     if isinstance(choice, type):
@@ -42,6 +41,17 @@ def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
             " Choose another suffix, or install a package that announces the format by the hook bmt_checkpoint_formats."
         )
     return TorchFormat()
+
+
+def open_checkpoint(path: Path, choice: FormatChoice = None) -> CheckpointReader:
+    """Open a file, a directory in the layout of Hugging Face, or the index file of one."""
+
+    def open_file(file: Path) -> CheckpointReader:
+        return choose_format(file, choice).open(file)
+
+    if path.is_dir():
+        return open_directory(path, open_file)
+    return open_index(path, open_file) if path.name.endswith(INDEX_SUFFIX) else open_file(path)
 
 
 def _by_suffix(registry: Registry) -> dict[str, CheckpointFormat]:

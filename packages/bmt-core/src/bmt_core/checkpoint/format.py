@@ -46,13 +46,22 @@ class Index:
 
 
 class CheckpointReader(ABC):
-    """An open checkpoint, on rank 0."""
+    """An open checkpoint: on rank 0, and on every rank that finds a checkpoint of the same :attr:`identity`."""
 
     index: Index
+    identity: object = None
+    """Equal on ranks that see the same files. None: reading a part costs as much as reading the whole, so rank 0 alone reads."""
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor ``name``, on the CPU and contiguous. The caller does not write to it."""
+
+    def verify(self, part: int, parts: int) -> None:
+        """Read one of ``parts`` equal parts of the values, and raise :class:`CheckpointError` if they are damaged.
+
+        Called before anything is loaded. A format that has checksums, and does not compare them in ``open``, does it here.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

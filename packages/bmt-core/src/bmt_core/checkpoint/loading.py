@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from bmt_core.checkpoint.background import wait_for_saves
-from bmt_core.checkpoint.choice import FormatChoice, choose_format
+from bmt_core.checkpoint.choice import FormatChoice, open_checkpoint
 from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
 from bmt_core.checkpoint.model_state import named_targets, world_group, write_whole
 from bmt_core.checkpoint.plan import LoadPlan, Step, plan_load
@@ -20,63 +21,115 @@ from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
+from bmt_core.errors import CheckpointError
 from bmt_core.params.own_parameters import group_of_owners, in_one_order
 from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
 
 
 def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None) -> Any:
-    """Read the file ``path``, written by any number of ranks in any grid, into ``model``. Collective.
+    """Read ``path``, written by any number of ranks in any grid, into ``model``. Collective.
 
-    Rank 0 reads one tensor at a time and broadcasts it; every rank keeps its part, in the model's dtype. Ranks may hold
-    different parts of the model, as pipeline stages do. Only rank 0 needs access to the file. Names, shapes and dtypes are
-    compared before anything is written: if they do not fit, or if the file is damaged or not a checkpoint, every rank raises
+    ``path`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face. Every
+    rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts of the model, as pipeline stages
+    do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise rank 0, which alone needs
+    access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are compared before
+    anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
     :class:`CheckpointError` and the model is unchanged.
 
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
     ``(missing_keys, unexpected_keys)``.
     """
-    with off_meta_device():
-        return _load(model, Path(path), strict, format)
-
-
-def _load(model: nn.Module, source: Path, strict: bool, format: FormatChoice) -> Any:
     wait_for_saves()
+    with prepared_load(model, Path(path), strict=strict, format=format) as load_model:
+        return load_model()
+
+
+@contextmanager
+def prepared_load(
+    model: nn.Module, source: Path, *, strict: bool = True, format: FormatChoice = None
+) -> Iterator[Callable[[], Any]]:
+    """Compare ``model`` with the file ``source``, and yield the function that loads it, which returns what :func:`load` does.
+
+    The ``with`` statement and the function are collective. If the file does not load, every rank raises before the body.
+    """
     group = world_group()
-    reader: CheckpointReader | None = None
-    try:
-        with collective_section(group, f"loading {source}"):
+    what = f"loading {source}"
+    with off_meta_device(), ExitStack() as opened:
+        reader: CheckpointReader | None = None
+        with collective_section(group, what):
             if group.rank == 0:
-                reader = choose_format(source, format).open(source)
-        index = _broadcast_index(reader, group)
+                reader = open_checkpoint(source, format)
+                opened.callback(reader.close)
+        index, identity = _broadcast_index(reader, group)
         owners = group_of_owners(model.parameters())
         elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
-        with collective_section(group, f"loading {source}"):
+        with collective_section(group, what):
             plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
         wanted = in_one_order(all_gather_object(plan.sources, owners))
-        _receive(plan, [index.entries[name] for name in wanted], reader, group)
-    finally:
-        if reader is not None:
-            reader.close()
-    with collective_section(group, f"loading {source}"):
-        for module, value in plan.extra_states:
-            module.set_extra_state(value)
-        incompatible = _IncompatibleKeys(plan.missing, plan.unexpected)
-        for module in model.modules():
-            for hook in module._load_state_dict_post_hooks.values():
-                hook(module, incompatible)
+        all_read = identity is not None
+        if all_read:
+            reader = reader or _open_same(identity, source, format, opened)
+            all_read = all(all_gather_object(reader is not None, group))
+        with collective_section(group, what):
+            if reader is not None and (all_read or group.rank == 0):
+                reader.verify(*((group.rank, group.size) if all_read else (0, 1)))
+
+        def load_model() -> Any:
+            with collective_section(group, what):
+                if all_read:
+                    _read_own_parts(plan, reader)
+                else:
+                    _receive(plan, [index.entries[name] for name in wanted], reader if group.rank == 0 else None, group)
+            with collective_section(group, what):
+                return _tell_modules(model, plan)
+
+        yield load_model
+
+
+def _open_same(identity: object, source: Path, format: FormatChoice, opened: ExitStack) -> CheckpointReader | None:
+    """Open ``source`` on this rank; None if it is not there, or not what rank 0 found."""
+    try:
+        reader = open_checkpoint(source, format)
+    except CheckpointError:
+        return None
+    opened.callback(reader.close)
+    return reader if reader.identity == identity else None
+
+
+def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
+    """Give modules their extra state, and call the hooks that torch calls after a load; return the keys that did not match."""
+    for module, value in plan.extra_states:
+        module.set_extra_state(value)
+    incompatible = _IncompatibleKeys(plan.missing, plan.unexpected)
+    for module in model.modules():
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, incompatible)
     return incompatible
 
 
-def _broadcast_index(reader: CheckpointReader | None, group: Group) -> Index:
+def _broadcast_index(reader: CheckpointReader | None, group: Group) -> tuple[Index, object]:
+    """Return the index and the identity of rank 0's ``reader``."""
     message = None
     if reader is not None:
         entries = reader.index.entries
         extra = {name: value for name, value in entries.items() if not isinstance(value, (TensorEntry, ForeignEntry))}
         # Not by pickle alone, which does not know every dtype that the tensors in an extra state may have.
-        message = {**entries, **dict.fromkeys(extra)}, to_bytes(extra), dict(reader.index.metadata)
-    entries, extra_bytes, metadata = broadcast_object(message, group)
-    return Index(entries={**entries, **from_bytes(extra_bytes)}, metadata=metadata)
+        message = {**entries, **dict.fromkeys(extra)}, to_bytes(extra), dict(reader.index.metadata), reader.identity
+    entries, extra_bytes, metadata, identity = broadcast_object(message, group)
+    return Index(entries={**entries, **from_bytes(extra_bytes)}, metadata=metadata), identity
+
+
+def _read_own_parts(plan: LoadPlan, reader: CheckpointReader | None) -> None:
+    """Execute the steps of ``plan`` with what this rank reads by itself. Communicates nothing."""
+    assert reader is not None
+    for step in plan.steps:
+        value = step.value
+        if isinstance(value, TensorEntry):
+            value = reader.read(value.source)
+            if step.target is None:  # the module will keep it, and the file is closed
+                value = value.to(_device(), copy=True)
+        _execute(step, value, plan)
 
 
 def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointReader | None, group: Group) -> None:
@@ -87,11 +140,24 @@ def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointRe
             waiting.setdefault(step.value.source, []).append(step)
         else:
             _execute(step, step.value, plan)
+    failure: Exception | None = None
     for entry in wanted:
-        whole = _broadcast(entry, reader, group)
+        try:
+            whole = None if reader is None else reader.read(entry.source).to(_device())
+        except (
+            Exception
+        ) as error:  # the other ranks wait for this tensor and all that follow: they get them, without values
+            failure, whole = failure or error, None
+        whole = _broadcast(entry, whole, group)
         for step in waiting.get(entry.source, ()):
-            _execute(step, whole, plan)
+            if failure is None:
+                _execute(step, whole, plan)
         del whole  # before the next one is made
+    if failure is not None:
+        raise CheckpointError(
+            f"Reading a tensor failed after loading began ({type(failure).__name__}: {failure}). The model's weights are no longer"
+            " those of before: load a whole checkpoint, or stop."
+        ) from failure
 
 
 def _execute(step: Step, whole: Any, plan: LoadPlan) -> None:
@@ -101,12 +167,13 @@ def _execute(step: Step, whole: Any, plan: LoadPlan) -> None:
         write_whole(step.target, whole)
 
 
-def _broadcast(entry: TensorEntry, reader: CheckpointReader | None, group: Group) -> torch.Tensor:
-    device = current().device if is_initialized() else torch.device("cpu")
-    if reader is not None:
-        whole = reader.read(entry.source).to(device)
-    else:
-        whole = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+def _broadcast(entry: TensorEntry, whole: torch.Tensor | None, group: Group) -> torch.Tensor:
+    if whole is None:
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device=_device())
     if whole.numel():
         group.broadcast(whole, 0).wait()
     return whole
+
+
+def _device() -> torch.device:
+    return current().device if is_initialized() else torch.device("cpu")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import first_holders, group_of_owners, own_axes
+from bmt_core.params.own_parameters import axes_of_owners, first_holders, own_axes
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
@@ -68,7 +68,7 @@ class ModelState:
         with collective_section(world, what):
             local = LocalState(model)
         self._values = local.values
-        self._group = group_of_owners(local.values.values())
+        self._group, self._beside = _groups(local)
         reports = all_gather_object(local.report(), self._group)
         with collective_section(world, what):
             names, axes = [list(report.entries) for report in reports], [report.own_axes for report in reports]
@@ -76,6 +76,9 @@ class ModelState:
             entries = {
                 name: _entry(name, holder, reports, local, self._group) for name, holder in self._holders.items()
             }
+        own_shares = all_gather_object(self.own_share, world)
+        self._rank_of_share = dict(zip(own_shares, world.ranks, strict=True))
+        self._distributed = {name for name, holder in self._holders.items() if name in axes[holder]}
         metadata = {prefix: value for report in reversed(reports) for prefix, value in report.metadata.items()}
         self.index = Index(entries=entries, metadata=metadata)
 
@@ -85,38 +88,103 @@ class ModelState:
         A rank with ``keep`` False yields nothing. Rank 0 has every tensor of the model, other ranks those of their part. If a
         copy fails, the rank takes part in the remaining gathers and raises at the end.
         """
+        return self._copies([[name] for name in self._names()], self._names() if keep else (), self._sent_to_rank_0)
+
+    def shares(self) -> list[list[str]]:
+        """Divide the tensors among the ranks, so that each gets about as many bytes. The same on every rank.
+
+        The index of a share is not that of a rank: see :attr:`own_share`. A tensor that is not distributed is in the share of
+        the first rank that has it.
+        """
+        count = self._beside.size
+        loads = [0] * (self._group.size * count)
+        shares: list[list[str]] = [[] for _ in loads]
+        sizes = {name: _bytes(self.index.entries[name]) for name in self._names()}
+        for name in sorted(sizes, key=lambda name: (name in self._distributed, -sizes[name])):
+            first = self._holders[name] * count
+            candidates = range(first, first + (count if name in self._distributed else 1))
+            chosen = min(candidates, key=lambda i: loads[i])
+            loads[chosen] += sizes[name] or 1
+            shares[chosen].append(name)
+        position = {name: i for i, name in enumerate(self.index.entries)}
+        return [sorted(share, key=position.__getitem__) for share in shares]
+
+    @property
+    def own_share(self) -> int:
+        """The index in :meth:`shares` of this rank's share."""
+        return self._group.rank * self._beside.size + self._beside.rank
+
+    def tensors_of_share(self, shares: Sequence[Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and a whole host copy of each tensor in this rank's share. Collective: every rank iterates to the end.
+
+        One tensor of each share is gathered, then all ranks yield theirs, so that they can write at the same time.
+        """
+        rounds = [[name for name in row if name is not None] for row in zip_longest(*shares)]
+        gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
+        return self._copies(rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name))
+
+    def _names(self) -> list[str]:
+        entries = self.index.entries.items()
+        return [name for name, entry in entries if isinstance(entry, TensorEntry) and entry.source == name]
+
+    def _copies(
+        self,
+        rounds: Iterable[Sequence[str]],
+        wanted: Collection[str],
+        gather: Callable[[str, TensorEntry], torch.Tensor | None],
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gather the tensors of each round, and yield copies of the ``wanted`` ones at its end."""
         failure: Exception | None = None
-        for name, entry in self.index.entries.items():
-            if not isinstance(entry, TensorEntry) or entry.source != name:
-                continue
-            whole = self._whole(name, entry)
-            copy = None
-            if keep and failure is None and whole is not None:
-                try:
-                    copy = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
-                except Exception as error:
-                    failure = error
-            del whole  # before the next one is made
-            if copy is not None:
-                yield name, copy
+        kept = set(wanted)
+        for names in rounds:
+            copies = []
+            for name in names:
+                whole = gather(name, self.index.entries[name])
+                if name in kept and failure is None and whole is not None:
+                    try:
+                        copies.append(
+                            (name, whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
+                        )
+                    except Exception as error:
+                        failure = error
+                del whole  # before the next one is made
+            while copies:
+                yield copies.pop()
         if failure is not None:
             raise failure
 
-    def _whole(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return the whole tensor if this rank has a part of it. Rank 0 is sent the tensors of which it has none."""
-        whole = whole_tensor(self._values[name]) if name in self._values else None
+    def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
+        """Return the whole tensor on ``rank`` of the world. Others return None, or their value of one that is not distributed."""
+        value = self._values.get(name)
+        return value.gather_on(rank) if isinstance(value, DistributedParameter) else value
+
+    def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
+        """Return the whole tensor on rank 0, which is sent those of which it has no part."""
         holder = self._holders[name]
+        whole = self._gathered_on(self._rank_of_share[holder * self._beside.size], name)
         if holder == 0 or 0 not in self._group.ranks:
             return whole
         device = current().device
         if self._group.rank == holder:
             assert whole is not None
-            sent = whole.to(device).contiguous()
+            sent = whole.detach().to(device).contiguous()
         else:
             sent = torch.empty(entry.shape, dtype=entry.dtype, device=device)
         if sent.numel():
             self._group.broadcast(sent, holder).wait()
         return sent
+
+
+def _groups(local: LocalState) -> tuple[Group, Group]:
+    """Return the ranks that together hold the whole model, and those that hold what this rank holds. Collective."""
+    if not is_initialized():
+        return SingleGroup(0), SingleGroup(0)
+    axes, topology = axes_of_owners(local.values.values()), current().topology
+    return topology.group(axes), topology.shard_group(axes)
+
+
+def _bytes(entry: TensorEntry) -> int:
+    return entry.shape.numel() * entry.dtype.itemsize
 
 
 def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState, group: Group) -> Any:
@@ -126,16 +194,8 @@ def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState,
     return from_bytes(reports[holder].extra)[name] if entry is None else entry
 
 
-def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a parameter or buffer, detached. Collective for a distributed parameter."""
-    if not isinstance(value, DistributedParameter):
-        return value.detach()
-    with torch.no_grad():
-        return value.gather_all()
-
-
 def whole_shape(value: torch.Tensor) -> torch.Size:
-    """Return the shape of :func:`whole_tensor`. Communicates nothing."""
+    """Return the shape of the whole of a parameter or buffer. Communicates nothing."""
     return value.whole_shape if isinstance(value, DistributedParameter) else value.shape
 
 

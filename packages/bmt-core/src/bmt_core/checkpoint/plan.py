@@ -55,10 +55,11 @@ def plan_load(
     plan = LoadPlan()
     expected: set[str] = set()
     done: set[tuple[int, str]] = set()
+    absent: list[tuple[str, torch.Tensor | None]] = []
     for name, module, target in named_targets(model):
         expected.add(name)
         if name not in values:
-            plan.missing.append(name)
+            absent.append((name, target))
             continue
         value = values[name]
         if target is None and not isinstance(value, (TensorEntry, torch.Tensor)):
@@ -73,6 +74,9 @@ def plan_load(
         if target is None or key not in done:
             plan.steps.append(Step(module, target, value))
             done.add(key)
+    # A tied parameter needs one of its names: Hugging Face's files have the first one only.
+    loaded = {id(step.target) for step in plan.steps if step.target is not None}
+    plan.missing = [name for name, target in absent if id(target) not in loaded]
     plan.unexpected = [name for name in values if name not in expected and name not in elsewhere]
     if strict:
         complaints = [*_key_complaints(plan, values), *complaints]

@@ -9,20 +9,38 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import current, is_initialized
 
 
 class _Generator(NamedTuple):
-    """How to read a generator's state as tensors and plain values, how to restore it, and how to seed it."""
+    """How to read a generator's state as tensors and plain values, how to restore it, how to seed it, and how to check a state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
     seed: Callable[[int], Any]
+    check: Callable[[Any], Any]  # sets the state of another generator of this kind
 
 
 def random_states() -> dict[str, Any]:
     """Return the states of this rank's generators by kind: ``torch``, ``cuda`` (the run's device), ``python``, ``numpy``."""
     return {kind: generator.get() for kind, generator in _generators().items()}
+
+
+def check_random_states(saved: Any, world_size: int) -> None:
+    """Raise :class:`CheckpointError` unless ``saved`` is what :func:`random_states` returned on ``world_size`` ranks."""
+    if not isinstance(saved, list) or len(saved) != world_size or not all(isinstance(states, dict) for states in saved):
+        raise CheckpointError(f"The states of random generators are not those of {world_size} rank(s).")
+    for rank, states in enumerate(saved):
+        for kind, generator in _generators().items():
+            if states.get(kind) is None:
+                continue
+            try:
+                generator.check(states[kind])
+            except Exception as error:  # whatever the libraries raise for arbitrary values
+                raise CheckpointError(
+                    f"The state of rank {rank}'s random generator {kind!r} is damaged ({type(error).__name__}: {error})."
+                ) from error
 
 
 def restore_random_states(saved: Sequence[dict[str, Any]], rank: int, world_size: int) -> list[str]:
@@ -49,18 +67,35 @@ def restore_random_states(saved: Sequence[dict[str, Any]], rank: int, world_size
 
 def _generators() -> dict[str, _Generator]:
     found = {
-        "torch": _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
-        "python": _Generator(_get_python, _set_python, random.seed),
+        "torch": _Generator(
+            torch.get_rng_state,
+            torch.set_rng_state,
+            torch.default_generator.manual_seed,
+            lambda state: torch.Generator().set_state(state),
+        ),
+        "python": _Generator(
+            _get_python, _set_python, random.seed, lambda state: _set_python(state, random.Random().setstate)
+        ),
     }
     if is_initialized() and current().device.type == "cuda":
         index = current().device.index
         cuda = torch.cuda.default_generators[index]
-        found["cuda"] = _Generator(cuda.get_state, cuda.set_state, cuda.manual_seed)
+        found["cuda"] = _Generator(
+            cuda.get_state,
+            cuda.set_state,
+            cuda.manual_seed,
+            lambda state: torch.Generator(cuda.device).set_state(state),
+        )
     try:
         import numpy
     except ModuleNotFoundError:
         return found
-    found["numpy"] = _Generator(_get_numpy, _set_numpy, numpy.random.seed)
+    found["numpy"] = _Generator(
+        _get_numpy,
+        _set_numpy,
+        numpy.random.seed,
+        lambda state: _set_numpy(state, numpy.random.RandomState().set_state),
+    )
     return found
 
 
@@ -69,8 +104,8 @@ def _get_python() -> dict[str, Any]:
     return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
 
 
-def _set_python(state: dict[str, Any]) -> None:
-    random.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+def _set_python(state: dict[str, Any], setstate: Callable[[Any], Any] = random.setstate) -> None:
+    setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
 
 
 def _get_numpy() -> dict[str, Any]:
@@ -82,11 +117,12 @@ def _get_numpy() -> dict[str, Any]:
     return {"name": name, "words": words, "position": position, "has_gauss": has_gauss, "gauss": gauss}
 
 
-def _set_numpy(state: dict[str, Any]) -> None:
+def _set_numpy(state: dict[str, Any], set_state: Callable[[Any], Any] | None = None) -> None:
     import numpy
 
     words = state["words"].numpy().astype("uint32")
-    numpy.random.set_state((state["name"], words, state["position"], state["has_gauss"], state["gauss"]))
+    values = (state["name"], words, state["position"], state["has_gauss"], state["gauss"])
+    (set_state or numpy.random.set_state)(values)
 
 
 def _digest(state: Any) -> str:

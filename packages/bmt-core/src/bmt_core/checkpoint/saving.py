@@ -1,4 +1,4 @@
-"""``save``: write a whole model to one file, gathering one tensor at a time."""
+"""``save``: write a whole model to one file, or to one of each rank in a directory, gathering one tensor at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from torch import nn
 from bmt_core.checkpoint.atomic import replacing
 from bmt_core.checkpoint.background import start_save, wait_for_saves
 from bmt_core.checkpoint.choice import FormatChoice, choose_format
+from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
 from bmt_core.checkpoint.model_state import ModelState, world_group
+from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
 from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import broadcast_object
+from bmt_core.errors import CheckpointError
 
 
 def save(
@@ -25,35 +29,87 @@ def save(
 
     In the torch format, which is the default, the file is what ``torch.save(model.state_dict())`` of the unwrapped
     model writes: ``torch.load(path, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
-    accepts it. Tied parameters are stored once. If ranks hold different parts of the model, as pipeline stages do, the file
-    has all parts. A tensor that is not distributed (a buffer or a plain parameter) is taken from the first rank that has it.
+    accepts it. A ``path`` that ends in ``.safetensors`` is written in that format. If ``path`` is a directory, or ends in a slash,
+    every rank writes one safetensors file in it, and rank 0 the index that Hugging Face's ``from_pretrained`` reads; all ranks
+    must share that directory. Tied parameters are stored once. If ranks hold different parts of the model, as pipeline stages
+    do, the checkpoint has all parts. A tensor that is not distributed (a buffer or a plain parameter) is taken from the first
+    rank that has it.
 
-    One tensor is gathered at a time, and only rank 0 keeps them in host memory. The write is atomic: if the program dies at
-    any moment, the previous file at ``path`` is still there. With ``non_blocking`` the tensors are copied to the host now and
-    written on a thread; the next ``save``, ``load`` or :func:`wait_for_saves` raises an error that happens there.
+    One tensor is gathered at a time. Of a file, only rank 0 keeps them in host memory: all of them in the torch format, one in
+    the safetensors format. The write is atomic: if the program dies at any moment, the previous checkpoint at ``path`` is still
+    there. With ``non_blocking`` the tensors are copied to the host now and written on a thread; the next ``save``, ``load`` or
+    :func:`wait_for_saves` raises an error that happens there. A directory that several ranks write is complete after that call.
 
     ``format`` is the name of a registered format or a :class:`CheckpointFormat`; by default the file's suffix decides.
-    Raises :class:`CheckpointError` on every rank when rank 0 cannot write.
+    Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
     wait_for_saves()
     group = world_group()
     target = Path(path)
-    with collective_section(group, f"saving {target}"):
-        chosen = choose_format(target, format)
-    state = ModelState(model, f"saving {target}")
-    with collective_section(group, f"saving {target}"):
+    what = f"saving {target}"
+    with collective_section(group, what):
+        is_directory = str(path).endswith("/") or target.is_dir()
+    is_directory = broadcast_object(is_directory, group)
+    with collective_section(group, what):
+        chosen = choose_format(target / "model.safetensors" if is_directory else target, format)
+        if is_directory and not isinstance(chosen, SafetensorsFormat):
+            raise CheckpointError(
+                f"{target} is a directory, which holds safetensors. For the format {chosen.name!r}, name a file."
+            )
+    state = ModelState(model, what)
+    if is_directory:
+        _save_directory(state, target, what, non_blocking)
+    else:
+        _save_file(state, target, what, chosen, non_blocking)
+
+
+def _save_file(state: ModelState, target: Path, what: str, chosen: CheckpointFormat, non_blocking: bool) -> None:
+    group = world_group()
+    with collective_section(group, what):
         index, tensors = state.index, state.tensors(keep=group.rank == 0)
         try:
             if group.rank == 0 and non_blocking:
                 copies = list(tensors)
-                start_save(f"saving {target}", lambda: _write(target, chosen, index, copies))
+                start_save(what, lambda: write_file(target, chosen, index, copies))
             elif group.rank == 0:
-                _write(target, chosen, index, tensors)
+                write_file(target, chosen, index, tensors)
         finally:
             # Gathers are collective: other ranks than 0, and a rank 0 whose disk is full, make them all too.
             deque(tensors, maxlen=0)
 
 
-def _write(target: Path, chosen: CheckpointFormat, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _save_directory(state: ModelState, target: Path, what: str, non_blocking: bool) -> None:
+    writer = DirectorySave(target, state, what)
+    tensors = state.tensors_of_share(writer.shares)
+    copies: list[tuple[str, torch.Tensor]] = []
+    try:
+        with collective_section(world_group(), what):
+            try:
+                if non_blocking:
+                    copies = list(tensors)
+                else:
+                    writer.write(tensors)
+            finally:
+                deque(tensors, maxlen=0)
+        if not non_blocking:
+            writer.publish()
+    except BaseException:
+        writer.discard()
+        raise
+    if non_blocking:  # on all ranks or on none, for they publish together
+        start_save(what, lambda: writer.write(copies), writer)
+
+
+def host_copy(model: nn.Module, what: str) -> tuple[Index, list[tuple[str, torch.Tensor]]]:
+    """Return the index of ``model``, and on rank 0 its tensors, copied to host memory. Collective."""
+    state = ModelState(model, what)
+    with collective_section(world_group(), what):
+        return state.index, list(state.tensors(keep=world_group().rank == 0))
+
+
+def write_file(
+    target: Path, chosen: CheckpointFormat, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Write a file on this rank, atomically."""
     with replacing(target) as temporary:
         chosen.write(temporary, index, tensors)

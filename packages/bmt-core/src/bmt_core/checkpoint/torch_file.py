@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ _CHUNK = 1 << 24
 
 
 def write_torch_file(path: Path, value: object) -> None:
-    """Write ``value`` so that :func:`read_torch_file` can read it, or raise :class:`CheckpointError`."""
+    """Write ``value`` so that :func:`read_torch_file` can read it. :class:`CheckpointError` or OSError if that fails."""
     try:
-        torch.save(value, path)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"Cannot write {path}: {error}.") from error
+        with _FileThatRemembersErrors(path, "w") as file:
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:  # how torch reports any error of the file
+                raise file.error or CheckpointError(f"Cannot write {path}: {error}.") from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{_ONLY_PLAIN} {error}") from error
     # A file that cannot be loaded must be noticed now, not when it is needed. This does not read the tensors' values.
@@ -29,6 +32,20 @@ def write_torch_file(path: Path, value: object) -> None:
         torch.load(path, mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{_ONLY_PLAIN} Torch refuses {_refused(error)}.") from error
+
+
+class _FileThatRemembersErrors(io.FileIO):
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        try:
+            left = memoryview(data).cast("B")
+            while left:  # the system writes at most 2 GiB at once
+                left = left[super().write(left) :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return memoryview(data).nbytes
 
 
 def read_torch_file(path: Path) -> Any:
@@ -60,6 +77,16 @@ def read_torch_file(path: Path) -> Any:
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{_not_whole(path)} ({type(error).__name__}: {first_line})") from error
+
+
+def archive_checksum(path: Path) -> str | None:
+    """Return a checksum of the checksums, sizes and names in a file of ``torch.save``; None if there is no such file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [(info.filename, info.CRC, info.file_size) for info in archive.infolist()]
+    except (OSError, zipfile.BadZipFile, ValueError):
+        return None
+    return f"{zlib.crc32(repr(records).encode()):08x}"
 
 
 def to_bytes(value: object) -> bytes:

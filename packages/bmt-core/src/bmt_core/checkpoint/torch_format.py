@@ -48,7 +48,10 @@ class _TorchReader(CheckpointReader):
                 " Save model.state_dict(), or use bmt's save()."
             )
         self._tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
-        self.index = Index(entries=_entries(path, state), metadata=dict(getattr(state, "_metadata", None) or {}))
+        metadata = getattr(state, "_metadata", None) or {}
+        if not isinstance(metadata, Mapping) or not all(isinstance(value, Mapping) for value in metadata.values()):
+            raise CheckpointError(f"{path}: the versions of modules, in the state dict's _metadata, are damaged.")
+        self.index = Index(entries=_entries(path, state), metadata=dict(metadata))
 
     def read(self, name: str) -> torch.Tensor:
         return self._tensors[name].contiguous()
@@ -65,13 +68,18 @@ def _entries(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
             is_extra = name.endswith(EXTRA_STATE)
             entries[name] = value if is_extra else ForeignEntry(type_name=type(value).__name__)
             continue
-        if value.layout != torch.strided:
+        if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
             raise CheckpointError(
-                f"{path}: {name} is a sparse tensor, which cannot be distributed. Save it with .to_dense()."
+                f"{path}: {name} is a {_unusual(value)} tensor, which cannot be distributed. Save it as a dense one, with values."
             )
         source = first_names.setdefault(memory_key(value), name) if value.numel() else name
         entries[name] = TensorEntry(shape=value.shape, dtype=value.dtype, source=source)
     return entries
+
+
+def _unusual(tensor: torch.Tensor) -> str:
+    kinds = {"meta": tensor.is_meta, "quantized": tensor.is_quantized, "nested": tensor.is_nested}
+    return next((kind for kind, applies in kinds.items() if applies), "sparse")
 
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:

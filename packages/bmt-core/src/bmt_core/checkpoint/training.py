@@ -7,35 +7,48 @@ names a complete one.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from bmt_core.checkpoint.atomic import previous_of, publish_directory, replacing
-from bmt_core.checkpoint.background import wait_for_saves
-from bmt_core.checkpoint.loading import load
+from bmt_core.checkpoint.atomic import replacing
+from bmt_core.checkpoint.background import start_save, wait_for_saves
+from bmt_core.checkpoint.loading import prepared_load
+from bmt_core.checkpoint.manager_state import LOGICAL, PER_RANK, kind_of, prepare_manager, rank_file
 from bmt_core.checkpoint.model_state import world_group
-from bmt_core.checkpoint.random_state import random_states, restore_random_states
-from bmt_core.checkpoint.saving import save
-from bmt_core.checkpoint.torch_file import from_bytes, read_torch_file, to_bytes, write_torch_file
+from bmt_core.checkpoint.random_state import check_random_states, random_states, restore_random_states
+from bmt_core.checkpoint.saving import host_copy, save, write_file
+from bmt_core.checkpoint.torch_file import archive_checksum, from_bytes, to_bytes, write_torch_file
+from bmt_core.checkpoint.torch_format import TorchFormat
+from bmt_core.checkpoint.training_folder import (
+    HEAD,
+    MODEL,
+    TRAINING,
+    find_checkpoint,
+    make_empty,
+    publish,
+    read_training,
+)
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
-from bmt_core.errors import CheckpointError
-
-_MODEL = "model.pt"
-_TRAINING = "training.pt"
-_LATEST = "latest"
-# Where the optimizer's state is: nowhere, whole in training.pt, or in one file per rank with that rank's part.
-_NONE, _LOGICAL, _PER_RANK = "none", "logical", "per rank"
 
 
 def save_checkpoint(
-    dir: str | os.PathLike[str], model: nn.Module, manager: Any = None, *, step: int = 0, extra: Any = None
+    dir: str | os.PathLike[str],
+    model: nn.Module,
+    manager: Any = None,
+    *,
+    step: int = 0,
+    extra: Any = None,
+    keep: int | None = None,
+    non_blocking: bool = False,
 ) -> Path:
     """Write all that is needed to continue bit for bit to ``dir/step-<step>`` and return that path. Collective.
 
@@ -45,28 +58,44 @@ def save_checkpoint(
     ``logical_state()`` and ``load_logical_state()``, as ``OptimManager`` has, its state is stored whole and can be loaded by
     any number of ranks. Otherwise each rank writes its own state, to a directory that all ranks must be able to access.
 
-    If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete.
+    If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is, all but
+    ``keep`` are deleted: it, and those of the highest steps.
+
+    With ``non_blocking`` rank 0 copies all to its host memory now and writes on a thread; what each rank writes itself is
+    written now. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
     """
+    if step < 0:
+        raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
     wait_for_saves()
     group = world_group()
     final = Path(dir) / f"step-{step}"
     temporary = final.with_name(f"{final.name}.tmp")
-    with collective_section(group, f"saving {final}"):
+    what = f"saving {final}"
+    with collective_section(group, what):
         if group.rank == 0:
-            _make_empty(temporary)
-    save(model, temporary / _MODEL)
-    kind = _kind_of(manager)
-    state = manager.logical_state(list(model.named_parameters())) if kind == _LOGICAL else None
-    states = all_gather_object(random_states(), group)
-    with collective_section(group, f"saving {final}"):
-        if kind == _PER_RANK:
-            _write(temporary / _rank_file(group.rank), manager.state_dict())
-        if group.rank == 0:
-            training = {"step": step, "extra": extra, "world_size": group.size, "random": states}
-            _write(temporary / _TRAINING, {**training, "optimizer": kind, "optimizer_state": state})
-    with collective_section(group, f"saving {final}"):
-        if group.rank == 0:
-            _publish(temporary, final)
+            make_empty(temporary)
+    with _removed_on_failure(temporary):
+        copies = host_copy(model, what) if non_blocking else None
+        if copies is None:
+            save(model, temporary / MODEL)
+        training = _training_state(temporary, model, manager, step, extra)
+
+        def complete() -> None:
+            with _removed_on_failure(temporary):
+                if copies is not None:
+                    write_file(temporary / MODEL, TorchFormat(), *copies)
+                training["files"][MODEL] = archive_checksum(temporary / MODEL)
+                _write(temporary / TRAINING, training)
+                publish(temporary, final, keep)
+
+        with collective_section(group, what):
+            if group.rank == 0 and non_blocking:
+                training = copy.deepcopy(training)  # the program goes on and changes what it gave
+                start_save(what, complete)
+            elif group.rank == 0:
+                complete()
     return final
 
 
@@ -86,103 +115,58 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
     folder = Path(dir)
     with collective_section(group, f"loading {folder}"):
         if group.rank == 0:
-            folder = _find_checkpoint(folder)
-            training = _read_training(folder)
-    head_bytes = to_bytes({name: training[name] for name in _HEAD}) if training is not None else None
+            folder = find_checkpoint(folder)
+            training = read_training(folder)
+    head_bytes = to_bytes({name: training[name] for name in HEAD}) if training is not None else None
     head_bytes, folder = broadcast_object((head_bytes, folder), group)
     head = from_bytes(head_bytes)
     with collective_section(group, f"loading {folder}"):
-        own_state = _own_state(folder, head, manager, group)
-    load(model, folder / _MODEL)
-    if manager is not None and head["optimizer"] == _LOGICAL:
-        state = training["optimizer_state"] if training is not None else None
-        manager.load_logical_state(list(model.named_parameters()), state)
-    elif manager is not None:
-        with collective_section(group, f"loading {folder}"):
-            manager.load_state_dict(own_state)
+        check_random_states(head["random"], head["world_size"])
+    state = None if training is None else training["optimizer_state"]
+    # Nothing is changed before every rank has found everything in order.
+    with prepared_load(model, folder / MODEL) as load_model:
+        load_manager = prepare_manager(manager, model, folder, head, state)
+        load_model()
+    load_manager()
     _restore_random(head["random"], folder, group)
     return {"step": head["step"], "extra": head["extra"]}
 
 
-_HEAD = ("step", "extra", "world_size", "random", "optimizer")
+def _training_state(folder: Path, model: nn.Module, manager: Any, step: int, extra: Any) -> dict[str, Any]:
+    """Return what rank 0 writes to ``training.pt``, after each rank has written what it writes itself. Collective."""
+    group, kind = world_group(), kind_of(manager)
+    state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
+    own_file = None
+    with collective_section(group, f"saving {folder}"):
+        if kind == PER_RANK:
+            path = folder / rank_file(group.rank)
+            _write(path, manager.state_dict())
+            own_file = path.name, archive_checksum(path)
+    files = dict(file for file in all_gather_object(own_file, group) if file is not None)
+    return {
+        "step": step,
+        "extra": extra,
+        "world_size": group.size,
+        "random": all_gather_object(random_states(), group),
+        "optimizer": kind,
+        "optimizer_state": state,
+        "files": files,
+    }
 
 
-def _kind_of(manager: Any) -> str:
-    if manager is None:
-        return _NONE
-    logical = all(callable(getattr(manager, name, None)) for name in ("logical_state", "load_logical_state"))
-    return _LOGICAL if logical else _PER_RANK
-
-
-def _make_empty(folder: Path) -> None:
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
     try:
-        if folder.exists():  # left by a program that died
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"Cannot make the directory {folder}: {error.strerror}.") from error
+        yield
+    except BaseException:
+        if world_group().rank == 0:  # on a full disk, what was written would be in the way
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _write(path: Path, value: Any) -> None:
     with replacing(path) as temporary:
         write_torch_file(temporary, value)
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    try:
-        publish_directory(temporary, final)
-    except OSError as error:
-        raise CheckpointError(f"Cannot rename {temporary} to {final}: {error.strerror}.") from error
-    with replacing(final.parent / _LATEST) as latest:
-        latest.write_text(f"{final.name}\n")
-
-
-def _find_checkpoint(folder: Path) -> Path:
-    latest = folder / _LATEST
-    named = folder / latest.read_text().strip() if latest.is_file() else folder
-    # The second exists if the program died in publish_directory.
-    for candidate in (named, previous_of(named)):
-        if (candidate / _TRAINING).is_file():
-            return candidate
-    raise CheckpointError(
-        f"There is no checkpoint in {folder}: neither a file 'latest' beside a directory that it names, nor a file {_TRAINING}."
-        " Name the directory that was given to save_checkpoint(), or one step-N in it."
-    )
-
-
-def _read_training(folder: Path) -> dict[str, Any]:
-    training = read_torch_file(folder / _TRAINING)
-    if not isinstance(training, dict) or not {*_HEAD, "optimizer_state"} <= training.keys():
-        raise CheckpointError(f"{folder / _TRAINING} was not written by save_checkpoint().")
-    return training
-
-
-def _own_state(folder: Path, head: dict[str, Any], manager: Any, group: Group) -> Any:
-    """Check that ``manager`` can load what was saved; return this rank's state if each rank wrote its own."""
-    saved = head["optimizer"]
-    if manager is None:
-        return None
-    if saved == _NONE:
-        raise CheckpointError(
-            f"{folder} was saved without a manager, so the optimizer's state is not in it. Pass manager=None to load the rest."
-        )
-    if saved == _LOGICAL:
-        if _kind_of(manager) != _LOGICAL:
-            raise CheckpointError(
-                f"{folder} holds the whole optimizer state, and {type(manager).__name__} has no load_logical_state()."
-                " Use the manager it was saved with (OptimManager), or manager=None."
-            )
-        return None
-    if head["world_size"] != group.size:
-        raise CheckpointError(
-            f"{folder} holds the optimizer state of each of {head['world_size']} ranks, and this run has {group.size}."
-            f" Start {head['world_size']} ranks, or save with a manager that has logical_state(), as OptimManager has."
-        )
-    return read_torch_file(folder / _rank_file(group.rank))
-
-
-def _rank_file(rank: int) -> str:
-    return f"optimizer-rank-{rank}.pt"
 
 
 def _restore_random(saved: Sequence[dict[str, Any]], folder: Path, group: Group) -> None:

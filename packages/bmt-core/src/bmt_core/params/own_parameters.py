@@ -32,16 +32,20 @@ def group_of_owners(parameters: Iterable[torch.Tensor]) -> Group:
 
     These are the ranks that differ from this one along the axes along which any rank has parameters of its own: one rank
     of each stage of a pipeline, or this rank alone in a model that every rank has all of. Collective over all ranks.
+    """
+    return current().topology.group(axes_of_owners(parameters)) if is_initialized() else SingleGroup(0)
+
+
+def axes_of_owners(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
+    """Return the axes along which any rank has parameters of its own. Collective over all ranks.
 
     Along ``dp``, either all ranks have parameters of their own or none has: a run with no other axis communicates nothing to
     find out.
     """
-    if not is_initialized():
-        return SingleGroup(0)
     run, axes = current(), own_axes(parameters)
     if any(size > 1 for name, size in run.topology.sizes.items() if name != DATA_AXIS.name):
         axes = axes.union(*all_gather_object(axes, run.world))
-    return run.topology.group(axes)
+    return axes
 
 
 def first_holders(

@@ -174,6 +174,20 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
             whole = place.join(gather_stacked(whole, current().topology.group((place.axis,))).unbind(0))
         return whole
 
+    def gather_on(self, rank: int) -> torch.Tensor | None:
+        """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world, which has a part; None elsewhere.
+
+        Collective over the ranks that have a part. Each part is sent once, where :meth:`gather_all` sends it to all.
+        """
+        with torch.no_grad():
+            if self._cuts():
+                whole = self.gather_all()
+                return whole if current().rank == rank else None
+            if rank not in self.group.ranks:  # it is sent the same values within a group of its own
+                return None
+            self._wait_for_updates()
+            return self._shard.assemble_on(self.group.ranks.index(rank), self.detach())
+
     def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`."""
         if whole.shape != self.whole_shape:

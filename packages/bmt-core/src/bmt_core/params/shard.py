@@ -66,6 +66,20 @@ class Shard:
         self.group.all_gather(gathered, _padded(part, longest)).wait()
         return self.joined(gathered)
 
+    def assemble_on(self, root: int, part: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole, of ``shape``, on rank ``root`` of the group, and None elsewhere. Collective over the group."""
+        if self.replicated or self.group.size == 1:
+            return part.reshape(self.shape) if self.group.rank == root else None
+        part = part.contiguous()
+        if self.group.rank != root:
+            self.group.exchange([(part, root)], []).wait()  # empty ones too: all members take part
+            return None
+        whole = torch.empty(self.numel, dtype=part.dtype, device=part.device)
+        whole[self.start : self.end] = part
+        others = [(whole[start:end], i) for i, (start, end) in enumerate(self.ranges) if i != root]
+        self.group.exchange([], others).wait()
+        return whole.view(self.shape)
+
     def joined(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if it can."""
         longest = self.longest

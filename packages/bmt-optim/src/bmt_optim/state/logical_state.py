@@ -33,17 +33,21 @@ def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
     return {"parameters": gather(optimizers, named_parameters), "groups": groups}
 
 
+def check_logical_state(
+    optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
+) -> None:
+    """Raise :class:`CheckpointError` on every rank if :func:`load_logical_state` would, and change nothing. Collective."""
+    with collective_section(world(), "checking the optimizer state"):
+        _check_groups(optimizers, state["groups"])
+    _compare(optimizers, named_parameters, state["parameters"])
+
+
 def load_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Take over what :func:`logical_state` returned. Collective."""
     with collective_section(world(), "loading the optimizer state"):
-        found = [len(groups) for groups in state["groups"]]
-        expected = [len(optimizer.param_groups) for optimizer in optimizers]
-        if found != expected:
-            raise CheckpointError(
-                f"The state has {found} parameter groups per optimizer, and here there are {expected}."
-            )
+        _check_groups(optimizers, state["groups"])
     scatter(optimizers, named_parameters, state["parameters"])
     for optimizer, groups in zip(optimizers, state["groups"], strict=True):
         for target, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -82,19 +86,7 @@ def scatter(
 ) -> None:
     """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective."""
     group = world()
-    with collective_section(group, "loading the optimizer state"):
-        parameters = _managed_parameters(optimizers, named_parameters)
-    given = all_gather_object(bool(state) or not parameters, group)
-    is_on_all_ranks = all(given)
-    if not given[0]:  # which every rank sees
-        raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
-    infos = {
-        name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in values.items()} for name, values in state.items()
-    }
-    if not is_on_all_ranks:
-        infos = broadcast_object(infos, group)
-    with collective_section(group, "loading the optimizer state"):
-        _check(parameters, infos)
+    parameters, infos, is_on_all_ranks = _compare(optimizers, named_parameters, state)
     for name in infos:  # also of parameters that only others have: all ranks broadcast in one order
         parameter = parameters.get(name)
         new: dict[str, Any] = {}
@@ -107,6 +99,41 @@ def scatter(
                 new[key] = parameter.number(key, value) if is_number else parameter.part(value)
         if parameter is not None:
             parameter.optimizer.load_portable_state(parameter.p, new)
+
+
+def _compare(
+    optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None, state: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, _ManagedParameter], dict[str, dict[str, _ValueInfo]], bool]:
+    """Return the parameters, what ``state`` has about each, and whether every rank was given it; raise if they do not fit."""
+    group = world()
+    with collective_section(group, "loading the optimizer state"):
+        parameters = _managed_parameters(optimizers, named_parameters)
+    given = all_gather_object(bool(state) or not parameters, group)
+    is_on_all_ranks = all(given)
+    if not given[0]:  # which every rank sees
+        raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
+    with collective_section(group, "loading the optimizer state"):
+        infos = _described(state)
+    if not is_on_all_ranks:
+        infos = broadcast_object(infos, group)
+    with collective_section(group, "loading the optimizer state"):
+        _check(parameters, infos)
+    return parameters, infos, is_on_all_ranks
+
+
+def _described(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _ValueInfo]]:
+    if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
+        raise CheckpointError("The optimizer state is damaged: it does not have the values of each parameter by name.")
+    return {
+        name: {key: _ValueInfo.of(v, is_sharded=False) for key, v in values.items()} for name, values in state.items()
+    }
+
+
+def _check_groups(optimizers: Sequence[ManagedOptimizer], groups: Sequence[Any]) -> None:
+    found = [len(of_optimizer) for of_optimizer in groups]
+    expected = [len(optimizer.param_groups) for optimizer in optimizers]
+    if found != expected:
+        raise CheckpointError(f"The state has {found} parameter groups per optimizer, and here there are {expected}.")
 
 
 @dataclass(frozen=True)
@@ -247,6 +274,9 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
             f"The optimizer state has nothing about {len(missing)} of {len(parameters)} parameters, the first is {missing[0]!r}."
         )
     for name, parameter in parameters.items():
+        for key, info in infos[name].items():
+            if isinstance(info.small, (str, bytes)):
+                raise CheckpointError(f"{key} of {name!r} is the text {info.small[:20]!r}, not a tensor or number.")
         if not isinstance(parameter.p, DistributedParameter):
             continue
         for key, info in infos[name].items():

@@ -1,0 +1,146 @@
+"""The directory of a training's checkpoints: ``step-N``, each with ``model.pt`` and ``training.pt``, and the file ``latest``.
+
+All functions are for one rank, and communicate nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from bmt_core.checkpoint.atomic import cannot_write, previous_of, publish_directory, replacing
+from bmt_core.checkpoint.manager_state import LOGICAL, NONE, PER_RANK
+from bmt_core.checkpoint.torch_file import archive_checksum, read_torch_file
+from bmt_core.errors import CheckpointError
+
+MODEL, TRAINING = "model.pt", "training.pt"
+HEAD = ("step", "extra", "world_size", "random", "optimizer")
+"""The entries of ``training.pt`` that all ranks get."""
+_LATEST = "latest"
+_STEP = re.compile(r"step-([0-9]{1,40})")
+_DELETED = ".deleted"
+
+
+def latest(dir: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint in ``dir`` that was saved last, for :func:`load_checkpoint`; None if there is none. Not collective.
+
+    Raises :class:`CheckpointError`, which names the complete ones, if that checkpoint is not complete.
+    """
+    folder = Path(dir)
+    named = _named_by_latest(folder)
+    return None if named is None else _complete(named) or _raise_incomplete(named)
+
+
+def find_checkpoint(folder: Path) -> Path:
+    """Return the checkpoint that was saved last in ``folder``, or ``folder`` itself if it is one."""
+    found = latest(folder) or _complete(folder)
+    if found is None:
+        raise CheckpointError(
+            f"There is no checkpoint in {folder}: neither a file 'latest' beside a directory that it names, nor a file {TRAINING}."
+            " Name the directory that was given to save_checkpoint(), or one step-N in it."
+        )
+    return found
+
+
+def read_training(folder: Path) -> dict[str, Any]:
+    """Return what ``training.pt`` holds."""
+    path = folder / TRAINING
+    training = read_torch_file(path)
+    if not isinstance(training, dict) or not {*HEAD, "optimizer_state"} <= training.keys():
+        raise CheckpointError(f"{path} was not written by save_checkpoint().")
+    fits = {
+        "step": isinstance(training["step"], int),
+        "world_size": isinstance(training["world_size"], int),
+        "optimizer": isinstance(kind := training["optimizer"], str) and kind in (NONE, LOGICAL, PER_RANK),
+        "optimizer_state": (training["optimizer_state"] is None) == (kind != LOGICAL),
+        "files": isinstance(training.setdefault("files", {}), dict),  # which older checkpoints lack
+    }
+    wrong = [f"{name} = {str(training[name])[:40]!r}" for name, is_right in fits.items() if not is_right]
+    if wrong:
+        raise CheckpointError(f"{path} is damaged: {', '.join(wrong)}. Use another checkpoint.")
+    for name, checksum in training["files"].items():
+        found = archive_checksum(folder / str(name))
+        if found not in (None, checksum):  # None: no such file, or no archive, which reading it will say
+            raise CheckpointError(
+                f"{folder / name} is not the file that was saved with {path.name}: it comes from another checkpoint."
+                " Copy the whole directory again."
+            )
+    return training
+
+
+def make_empty(folder: Path) -> None:
+    """Make the directory ``folder``, in place of what a program that died may have left there."""
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(cannot_write(folder, error)) from error
+
+
+def publish(temporary: Path, final: Path, keep: int | None) -> None:
+    """Rename ``temporary`` to ``final``, let ``latest`` name it, and delete all but ``keep`` checkpoints beside it."""
+    try:
+        publish_directory(temporary, final)
+    except OSError as error:
+        raise CheckpointError(cannot_write(final, error)) from error
+    with replacing(final.parent / _LATEST) as path:
+        path.write_text(f"{final.name}\n")
+    if keep is not None:
+        _delete([path for path in _steps(final.parent) if path != final][keep - 1 :])
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder``, the one of the highest step first."""
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _delete(paths: list[Path]) -> None:
+    # Renamed first: if the program dies meanwhile, no half of a checkpoint has the name of a whole one.
+    for path in paths:
+        doomed = path.with_name(path.name + _DELETED)
+        try:
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            raise CheckpointError(
+                f"The new checkpoint is saved, and the old one {path} cannot be deleted: {error}."
+            ) from error
+
+
+def _named_by_latest(folder: Path) -> Path | None:
+    """Return the directory that the file ``latest`` in ``folder`` names; None if there is no such file."""
+    path = folder / _LATEST
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            content = file.read(200)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
+    name = content.decode(errors="replace").strip()
+    if _STEP.fullmatch(name) is None:
+        raise CheckpointError(
+            f"{path} holds {content[:40]!r}, not the name of a checkpoint beside it, such as 'step-100'. Name the checkpoint itself"
+            f" ({folder / 'step-N'}), or write its name to that file."
+        )
+    return folder / name
+
+
+def _complete(folder: Path) -> Path | None:
+    # The second exists if the program died in publish_directory.
+    candidates = (folder, previous_of(folder))
+    return next((path for path in candidates if (path / TRAINING).is_file() and (path / MODEL).is_file()), None)
+
+
+def _raise_incomplete(named: Path) -> Path:
+    others = [path.name for path in _steps(named.parent) if _complete(path)]
+    remedy = f"To go on from an earlier one, name it: {', '.join(others)}." if others else "No other one is complete."
+    raise CheckpointError(
+        f"The checkpoint that was saved last, {named}, is not there or lacks {TRAINING} or {MODEL}. {remedy}"
+    )

@@ -1,0 +1,139 @@
+"""``bmt checkpoint``: look at checkpoints, verify, convert and compare them, in one process and one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from bmt_core.checkpoint import CheckpointReader, TensorEntry
+from bmt_core.checkpoint.atomic import replacing
+from bmt_core.checkpoint.choice import choose_format, open_checkpoint
+from bmt_core.checkpoint.format import ForeignEntry
+from bmt_core.checkpoint.training_folder import MODEL, TRAINING, find_checkpoint, latest, read_training
+from bmt_core.cli.output import make_console, make_table, styled
+from bmt_core.errors import CheckpointError
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.group()
+def checkpoint() -> None:
+    """Inspect, verify, convert and compare checkpoints.
+
+    PATH is a file, a directory of safetensors, or a directory that save_checkpoint() wrote to, of which the model is taken.
+    """
+
+
+@checkpoint.command()
+@click.argument("path", type=_PATH)
+def inspect(path: Path) -> None:
+    """List what PATH holds."""
+    console = make_console()
+    if training := _training_of(path):
+        optimizer = f"optimizer state: {training['optimizer']}"
+        console.print(styled(f"step {training['step']}, saved by {training['world_size']} rank(s), {optimizer}"))
+    with closing(_open(path)) as reader:
+        table = make_table(str(path), "name", "shape", "dtype", "bytes")
+        total = 0
+        for name, entry in reader.index.entries.items():
+            cells = [name, "-", type(entry).__name__, "-"]
+            if isinstance(entry, TensorEntry):
+                size = entry.shape.numel() * entry.dtype.itemsize if entry.source == name else 0
+                total += size
+                cells[1:] = [str(tuple(entry.shape)), str(entry.dtype).removeprefix("torch."), f"{size:,}"]
+                if entry.source != name:
+                    cells[3] = f"tied to {entry.source}"
+            table.add_row(*map(styled, cells))
+    console.print(table)
+    console.print(f"{len(reader.index.entries)} entries, {total:,} bytes")
+
+
+@checkpoint.command()
+@click.argument("path", type=_PATH)
+def verify(path: Path) -> None:
+    """Read all of PATH and compare its checksums. Exit status 1 if it is damaged."""
+    _training_of(path)
+    with closing(_open(path)) as reader:
+        reader.verify(0, 1)
+        for entry in _own_tensors(reader):
+            reader.read(entry.source)
+    click.echo(f"{path} is whole.")
+
+
+@checkpoint.command()
+@click.argument("source", type=_PATH)
+@click.argument("target", type=_PATH)
+def convert(source: Path, target: Path) -> None:
+    """Write the model in SOURCE to the file TARGET, in the format of its suffix."""
+    if target.is_dir():
+        raise click.UsageError(f"{target} is a directory. Name a file, such as {target / 'model.safetensors'}.")
+    with closing(_open(source)) as reader:
+        foreign = [name for name, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)]
+        if foreign:
+            raise CheckpointError(
+                f"{source} holds more than tensors: {', '.join(foreign[:8])}. Save the state dict alone."
+            )
+        reader.verify(0, 1)
+        tensors = ((entry.source, reader.read(entry.source)) for entry in _own_tensors(reader))
+        with replacing(target) as temporary:
+            choose_format(target).write(temporary, reader.index, tensors)
+
+
+@checkpoint.command()
+@click.argument("one", type=_PATH)
+@click.argument("other", type=_PATH)
+def diff(one: Path, other: Path) -> None:
+    """Compare the tensors of two checkpoints. Exit status 1 if they differ."""
+    differences = []
+    with closing(_open(one)) as first, closing(_open(other)) as second:
+        names = [list(reader.index.entries) for reader in (first, second)]
+        differences += [f"{name}: only in {one}" for name in names[0] if name not in second.index.entries]
+        differences += [f"{name}: only in {other}" for name in names[1] if name not in first.index.entries]
+        for name in names[0]:
+            if name in second.index.entries:
+                differences += _compare(name, first, second)
+    for line in differences:
+        click.echo(line)
+    if differences:
+        raise SystemExit(1)
+    click.echo("Equal.")
+
+
+def _open(path: Path) -> CheckpointReader:
+    folder = _training_folder(path)
+    return open_checkpoint(path if folder is None else folder / MODEL)
+
+
+def _training_of(path: Path) -> dict[str, Any] | None:
+    folder = _training_folder(path)
+    return None if folder is None else read_training(folder)
+
+
+def _training_folder(path: Path) -> Path | None:
+    return find_checkpoint(path) if latest(path) or (path / TRAINING).is_file() else None
+
+
+def _own_tensors(reader: CheckpointReader) -> Iterator[TensorEntry]:
+    for name, entry in reader.index.entries.items():
+        if isinstance(entry, TensorEntry) and entry.source == name:
+            yield entry
+
+
+def _compare(name: str, first: CheckpointReader, second: CheckpointReader) -> list[str]:
+    entries = [reader.index.entries[name] for reader in (first, second)]
+    if not all(isinstance(entry, TensorEntry) for entry in entries):
+        return []
+    kinds = [f"{str(entry.dtype).removeprefix('torch.')}{tuple(entry.shape)}" for entry in entries]
+    if kinds[0] != kinds[1]:
+        return [f"{name}: {kinds[0]} and {kinds[1]}"]
+    values = [reader.read(entry.source) for reader, entry in zip((first, second), entries, strict=True)]
+    as_bytes = [value.contiguous().view(-1).view(torch.uint8) for value in values]
+    if torch.equal(*as_bytes):
+        return []
+    wide = [value.to(torch.complex128 if value.is_complex() else torch.float64) for value in values]
+    return [f"{name}: differs by up to {(wide[0] - wide[1]).abs().max().item():.3g}"]
