@@ -15,6 +15,7 @@ from bmt_optim.adam.parameter_state import (
     REMAINDER,
     State,
     copied_state,
+    followed_master,
     new_state,
     zeros,
 )
@@ -41,14 +42,17 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     For float32 parameters the default is ``torch.optim.Adam`` in every bit. For the first ``hold_steps`` steps of a parameter the
     moments move and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
 
-    The master is the state ``"_param_fp32"``. It overwrites in the next step what was written to the parameter, so values loaded
-    into a model need the optimizer's state with them. ``compact_master`` True: of the master of a bfloat16 parameter only those
-    16 bits are kept that the parameter lacks, as the state ``"_param_remainder"``: the same master, in 12 bytes per parameter at
-    rest in place of 14. For the same gradients, masters and moments are equal in every bit. Two things differ: a master exactly
-    between two bfloat16 numbers is rounded away from zero, not to the even neighbour, which 16 bits could not tell; and a write to
-    the parameter changes its master: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where the run has
-    a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several
-    passes. States of both kinds, and logical states, whose masters are whole, load with either setting.
+    The master is the state ``"_param_fp32"``. A parameter that somebody wrote (``bmt.load``, an in-place operation) is read again
+    in the next step: where its value is not the rounded master any more, it is the new master. torch counts no writes through
+    ``.data`` of an ordinary parameter; write to the parameter itself, under ``torch.no_grad()``.
+
+    ``compact_master`` True: of the master of a bfloat16 parameter only those 16 bits are kept that the parameter lacks, as the
+    state ``"_param_remainder"``: the same master, in 12 bytes per parameter at rest in place of 14. For the same gradients, masters
+    and moments are equal in every bit. Two things differ: a master exactly between two bfloat16 numbers is rounded away from zero,
+    not to the even neighbour, which 16 bits could not tell; and the master of a value that was written is within half of its last
+    bit: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where the run has a kernel that does this in
+    one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several passes. States of both
+    kinds, and logical states, whose masters are whole, load with either setting.
 
     ``overlap_forward`` (CUDA): parameters that bmt-zero gathers, inside of Blocks and outside, are updated on a stream of their
     own while the next forward pass begins; each gather waits for the update of what it gathers. Checkpoints, state dicts, ``data``
@@ -72,6 +76,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     _stream: UpdateStream
     _plan: UpdatePlan
     _outcome: tuple[HostFlag, list[State]] | None
+    _stepped: dict[torch.nn.Parameter, tuple[int, int]]
+    """Version and address of each parameter with a whole master after its last step."""
 
     def __init__(
         self,
@@ -197,12 +203,15 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         if REMAINDER in state:
             remainder = state.pop(REMAINDER)
             state[MASTER] = read_master(self._weight_for(remainder, p), remainder)
+        elif MASTER in state:
+            state[MASTER] = followed_master(state[MASTER], p)
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over a copy of what :meth:`portable_state` returned, or of a state with a remainder; empty: none."""
         self._wait_despite_errors()
         self.state.pop(p, None)
+        self._stepped.pop(p, None)
         if state:
             self.state[p] = copied_state(state, p, self._state_device(p))
 
@@ -221,6 +230,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     def _reset(self) -> None:
         """Forget what is under way, and all that is made anew from the parameters and their states."""
         self._outcome = None
+        self._stepped = {}
         self._stream = UpdateStream()
         self._plan = UpdatePlan()
 
@@ -249,7 +259,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             state.update(new_state(p, is_compact=is_compact))
         elif MASTER in state and is_compact:
             state[REMAINDER] = zeros(p, torch.int16)
-            write_master(state.pop(MASTER), p, state[REMAINDER])
+            write_master(followed_master(state.pop(MASTER), p), p, state[REMAINDER])
         elif REMAINDER in state and not is_compact:
             remainder = state.pop(REMAINDER)
             state[MASTER] = read_master(self._weight_for(remainder, p), remainder)
@@ -260,11 +270,24 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             return False
         return kernels_on(p.device).has_compact_adam if self.compact_master is None else self.compact_master
 
+    def _read_written(self, params: list[torch.nn.Parameter]) -> None:
+        """Bring those whole masters up to date whose parameters were written since the last step, as versions tell."""
+        known = [self._stepped.get(p) for p in params]
+        found = _versions(params)
+        if known == found:
+            return
+        for p, old, new in zip(params, known, found, strict=True):
+            if old != new:
+                self.state[p][MASTER].copy_(followed_master(self.state[p][MASTER], p))
+
     def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        with_masters = [p for of_owner in plan for update in of_owner.updates for p in update.with_whole_masters]
+        self._read_written(with_masters)
         for device in {u.device for of_owner in plan for u in of_owner.updates if u.group["overlap_forward"]}:
             self._stream.begin(device)
         for of_owner in plan:
             self._update(of_owner, divisor, skip)
+        self._stepped.update(zip(with_masters, _versions(with_masters), strict=True))
 
     def _update(self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         owner, overlaps = of_owner.owner, of_owner.overlaps_forward
@@ -273,6 +296,10 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             if owner is not None:
                 # A gather of this owner's waits for its own update only.
                 owner.note_update(reads=(grads, divisor, skip) if overlaps else None)
+
+
+def _versions(params: list[torch.nn.Parameter]) -> list[tuple[int, int]]:
+    return [(p._version, p.data_ptr()) for p in params]
 
 
 def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:

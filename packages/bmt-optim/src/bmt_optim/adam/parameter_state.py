@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bmt_core.ops import split_master
+
 State = dict[str, Any]
 MASTER = "_param_fp32"
 """The key of a whole master."""
@@ -35,6 +37,23 @@ def master_or_remainder(state: Mapping[str, Any]) -> torch.Tensor | None:
     """Return whichever the state has; None for a parameter that is its own master."""
     found: torch.Tensor | None = state.get(REMAINDER, state.get(MASTER))
     return found
+
+
+@torch.no_grad()
+def followed_master(master: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return ``master`` where ``p`` is its rounding, and the value of ``p`` elsewhere, where somebody wrote it.
+
+    Both roundings of halves count: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. A ``p`` that was made wider than
+    a half type still has the rounding that it had before.
+    """
+    value = p.detach().to(master.device)
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    dtypes = [value.dtype] if is_half else [value.dtype, torch.float16, torch.bfloat16]
+    roundings = [master.to(dtype) for dtype in dtypes]
+    if torch.bfloat16 in dtypes:
+        roundings.append(split_master(master)[0])
+    is_rounding = torch.stack([value == rounding.to(value.dtype) for rounding in roundings]).any(0)
+    return torch.where(is_rounding, master, value.to(master.dtype))
 
 
 def copied_state(state: Mapping[str, Any], p: torch.nn.Parameter, device: torch.device) -> State:
