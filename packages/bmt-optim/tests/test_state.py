@@ -326,6 +326,36 @@ def test_names_come_from_the_optimizer_or_the_place_when_none_are_given() -> Non
     assert set(gather_state(manager)) == {"weight", "bias", "1.0.0"}
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_options_of_groups_follow_the_names_of_their_parameters(run_ranks: Any, world_size: int) -> None:
+    for options, message in run_ranks(_swapped_groups, world_size):
+        assert options == {"weight": 0.1, "bias": 0.0, "one": 0.3}
+        assert "Group 0 of optimizer 0 has the parameters [weight, bias], and the state has no such group." in message
+
+
+def _swapped_groups() -> tuple[dict[str, float], str]:
+    params = {name: DistributedParameter(torch.ones(SHAPES[name])) for name in ("weight", "bias", "one")}
+
+    def manager_of(**groups: float) -> OptimManager:
+        manager = OptimManager()
+        named = [
+            {"params": [params[n] for n in names.split("_")], "weight_decay": decay} for names, decay in groups.items()
+        ]
+        manager.add_optimizer(AdamOptimizer(named, lr=0.1))
+        return manager
+
+    state = manager_of(weight=0.1, bias=0.0, one=0.3).state_dict(gather_opt=True, named_parameters=params)
+    swapped = manager_of(one=0.0, weight=0.0, bias=0.1)
+    swapped.load_state_dict(state, named_parameters=params)
+    names = {p: name for name, p in params.items()}
+    options = {names[g["params"][0]]: g["weight_decay"] for g in swapped.optimizers[0].param_groups}
+    other = manager_of(weight_bias=0.5, one=0.0)
+    with pytest.raises(CheckpointError) as caught:
+        other.load_state_dict(state, named_parameters=params)
+    assert [g["weight_decay"] for g in other.optimizers[0].param_groups] == [0.5, 0.0]
+    return options, str(caught.value)
+
+
 def test_gathered_state_that_does_not_fit_is_refused_on_every_rank(run_ranks: Any) -> None:
     for missing, shape, nothing, unnamed, is_unchanged in run_ranks(_bad_gathered, 2):
         assert "The optimizer state has nothing about 1 of 6 parameters, the first is 'bias'." in missing

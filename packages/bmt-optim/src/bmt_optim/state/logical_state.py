@@ -22,6 +22,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
+from bmt_optim.state.group_options import Groups, load_options, matching_groups, named_groups
 
 Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Parameter]
 State = dict[str, dict[str, Any]]
@@ -29,7 +30,7 @@ State = dict[str, dict[str, Any]]
 
 def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
     """Return ``{"parameters": ..., "groups": ...}``: what :func:`gather` returns, and the groups' options. Collective."""
-    groups = [[_options(g) for g in optimizer.param_groups] for optimizer in optimizers]
+    groups = _named_groups(optimizers, named_parameters)
     return {"parameters": gather(optimizers, named_parameters), "groups": groups}
 
 
@@ -37,17 +38,11 @@ def load_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Take over what :func:`logical_state` returned. Collective."""
+    groups = _named_groups(optimizers, named_parameters)
     with collective_section(world(), "loading the optimizer state"):
-        found = [len(groups) for groups in state["groups"]]
-        expected = [len(optimizer.param_groups) for optimizer in optimizers]
-        if found != expected:
-            raise CheckpointError(
-                f"The state has {found} parameter groups per optimizer, and here there are {expected}."
-            )
+        matched = matching_groups(state["groups"], groups)
     scatter(optimizers, named_parameters, state["parameters"])
-    for optimizer, groups in zip(optimizers, state["groups"], strict=True):
-        for target, saved in zip(optimizer.param_groups, groups, strict=True):
-            target.update(saved)
+    load_options(optimizers, matched)
 
 
 def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> State:
@@ -176,8 +171,10 @@ def _managed_parameters(
     return parameters
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def _named_groups(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> Groups:
+    with collective_section(world(), "naming the optimizers' parameters"):
+        parameters = _managed_parameters(optimizers, named_parameters)
+    return named_groups(optimizers, {parameter.p: name for name, parameter in parameters.items()})
 
 
 @dataclass(frozen=True)
