@@ -356,6 +356,43 @@ def _swapped_groups() -> tuple[dict[str, float], str]:
     return options, str(caught.value)
 
 
+class WithStatistics(torch.optim.SGD):
+    """Keeps a statistic of what it believes to be the whole gradient."""
+
+    def __init__(self, params: Any, statistic: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.statistic = statistic
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["statistic"] = self.statistic(p.grad)
+
+
+@pytest.mark.parametrize("is_number", [True, False])
+def test_what_each_rank_computed_of_its_shard_is_kept_per_rank_and_not_gathered(
+    run_ranks: Any, is_number: bool
+) -> None:
+    for rank, (message, statistic) in enumerate(run_ranks(_statistics_of_shards, 2, is_number)):
+        reason = "differs between ranks" if is_number else "has shape (2,), not that of a rank's shard"
+        assert message.startswith(f"statistic of 'weight' {reason}")
+        assert statistic.tolist() == ([7.0, 15.0][rank] if is_number else [[0.0, 7.0], [8.0, 15.0]][rank])
+
+
+def _statistics_of_shards(is_number: bool) -> tuple[str, torch.Tensor]:
+    weight = DistributedParameter(torch.ones(4, 4))
+    optimizer = WithStatistics([weight], torch.max if is_number else lambda grad: torch.stack(torch.aminmax(grad)))
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    weight.grad = weight.local_part(torch.arange(16.0).view(4, 4)).clone()
+    manager.step()
+    with pytest.raises(CheckpointError) as caught:
+        manager.logical_state([("weight", weight)])
+    saved = through_file(manager.state_dict())
+    optimizer.state.clear()
+    manager.load_state_dict(saved)
+    return str(caught.value), optimizer.state[weight]["statistic"]
+
+
 def test_gathered_state_that_does_not_fit_is_refused_on_every_rank(run_ranks: Any) -> None:
     for missing, shape, nothing, unnamed, is_unchanged in run_ranks(_bad_gathered, 2):
         assert "The optimizer state has nothing about 1 of 6 parameters, the first is 'bias'." in missing

@@ -1,8 +1,9 @@
 """Optimizer state as logical tensors by parameter name: independent of the ranks that hold its parts.
 
 The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard is stored whole, in the
-parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number); every other
-value is that of the first rank that has the parameter, which is not rank 0 for a layer of a later pipeline stage.
+parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number). Every other
+value must be the same on all ranks that have the parameter, and a number if the parameter is sharded: what an optimizer computes
+from a whole shard (a maximum, scales of blocks) means nothing at another number of ranks, and is refused.
 """
 
 from __future__ import annotations
@@ -190,13 +191,20 @@ class _ValueInfo:
     def of(cls, value: Any, *, is_sharded: bool) -> _ValueInfo:
         if not isinstance(value, torch.Tensor):
             return cls(None, None, False, value)
-        small = value.detach().cpu() if value.numel() == 1 and not is_sharded else None
+        small = value.detach().cpu() if value.numel() == 1 else None
         return cls(value.shape, value.dtype, is_sharded, small)
 
     @property
     def is_large(self) -> bool:
-        """Whether the value is a tensor that does not travel along."""
-        return self.shape is not None and self.small is None
+        """Whether the value is a tensor that does not travel along, or one of many parts."""
+        return self.shape is not None and (self.is_sharded or self.small is None)
+
+    def is_same_number(self, other: _ValueInfo) -> bool:
+        """Whether both are the same number, tensor or not; NaN is NaN."""
+        a, b = self.small, other.small
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            return type(a) is type(b) and bool(a == b)
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 @dataclass(frozen=True)
@@ -206,6 +214,7 @@ class _StateInfo:
     shape: torch.Size
     own_axes: frozenset[str]
     values: dict[str, _ValueInfo]
+    is_distributed: bool
     holder: int = 0
     """The first rank that has the parameter, once all have told."""
 
@@ -221,6 +230,7 @@ def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]
             parameter.shape,
             own_axes([parameter.p]),
             {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()},
+            isinstance(parameter.p, DistributedParameter),
         )
         for name, parameter in parameters.items()
     }
@@ -228,13 +238,32 @@ def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]
     axes = [{name: info.own_axes for name, info in report.items()} for report in reports]
     agreed = {}
     for name, holder in first_holders(world().ranks, [list(report) for report in reports], axes).items():
-        values: dict[str, _ValueInfo] = {}
-        for report in reports:
-            for key, info in report[name].values.items() if name in report else ():
-                if key not in values or (values[key].is_sharded and not info.is_sharded):
-                    values[key] = info
+        found = [report[name] for report in reports if name in report]
+        keys = dict.fromkeys(key for info in found for key in info.values)
+        values = {key: _agreed_value(name, key, found) for key in keys}
         agreed[name] = replace(reports[holder][name], holder=holder, values=values)
     return agreed
+
+
+def _agreed_value(name: str, key: str, found: Sequence[_StateInfo]) -> _ValueInfo:
+    values = [info.values[key] for info in found if key in info.values]
+    if all(value.is_sharded for value in values):
+        return values[0]
+    value = next(value for value in values if not value.is_sharded)
+    reason = None
+    if any(other.shape is not None and other.small is None for other in values):
+        # The parameter is ordinary: every rank has it all, and the same state of it.
+        reason = (
+            f"has shape {tuple(value.shape or ())}, not that of a rank's shard" if found[0].is_distributed else None
+        )
+    elif not all(value.is_same_number(other) for other in values):
+        reason = "differs between ranks"
+    if reason is not None:
+        raise CheckpointError(
+            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, so it cannot be gathered. Save with"
+            " state_dict(), to load at the same number of ranks, or take an elementwise optimizer."
+        )
+    return value
 
 
 def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapping[str, _ValueInfo]]) -> None:
