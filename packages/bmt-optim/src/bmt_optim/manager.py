@@ -54,7 +54,7 @@ class OptimManager:
     first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over
     all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
     manager are safe too, with the sums. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
-    over all ranks, once per step; ``sum_plain_gradients=False`` if your program does.
+    over all ranks, once; ``sum_plain_gradients=False`` if your program does. A later ``backward`` adds to them as in plain torch.
 
     ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
     divided by ``loss_scale_factor`` but not below ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps.
@@ -148,7 +148,7 @@ class OptimManager:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on."""
-        self._plain.forget()
+        self._plain.share_out(world())
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor) -> None:
