@@ -128,6 +128,26 @@ def test_state_holds_every_setting_of_the_scale() -> None:
     assert other.loss_scale_enabled and other.loss_scale == 64 and other.lr_schedulers == [None]
 
 
+def test_a_state_without_scaling_leaves_scaling_as_it_is() -> None:
+    manager, other = OptimManager(), OptimManager(loss_scale=1024, loss_scale_steps=7)
+    for each in (manager, other):
+        each.add_optimizer(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]))
+    for state in (manager.state_dict(), {"optimizers": manager.state_dict()["optimizers"], "lr_schedulers": [None]}):
+        other.load_state_dict(state)
+        assert other.loss_scale_enabled and other.loss_scale == 1024 and other.state_dict()["loss_scale_steps"] == 7
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, None, "high"])
+def test_a_loss_scale_that_is_none_is_noticed_before_anything_changes(value: Any) -> None:
+    training, other = (Training("bmt", torch.float32) for _ in range(2))
+    training.run(range(2))
+    for state in (training.manager.state_dict(), training.manager.state_dict(gather_opt=True)):
+        before = other.summary()
+        with pytest.raises(CheckpointError, match="The state has no loss scale that can be used: "):
+            other.manager.load_state_dict({**state, "loss_scale": value})
+        assert other.summary() == before and not any(optimizer.state for optimizer in other.manager.optimizers)
+
+
 def test_loading_leaves_the_saved_state_alone() -> None:
     training = Training("adamw", torch.float32)
     training.run(range(2))

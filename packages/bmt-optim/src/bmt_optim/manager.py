@@ -244,7 +244,9 @@ class OptimManager:
         self.read_outcome()
         is_gathered = "logical" in state_dict
         with collective_section(world(), "OptimManager.load_state_dict"):
+            _check_keys(state_dict, "lr_schedulers", "logical" if is_gathered else "optimizers")
             self._check_schedulers(state_dict["lr_schedulers"])
+            scale = self._scale.loaded(state_dict)
             if not is_gathered:
                 check_rank_state(self.optimizers, state_dict)
         # Only after every rank has found its state in order does any rank change.
@@ -256,7 +258,7 @@ class OptimManager:
         for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if scheduler is not None:
                 scheduler.load_state_dict(saved)
-        self._scale.load_state_dict(state_dict)
+        self._scale = scale
         self.skipped_steps = state_dict.get("skipped_steps", 0)
         self._plain.forget()
 
@@ -281,6 +283,11 @@ class OptimManager:
                 f"The state is of {len(found)} optimizers, {sum(found)} with a scheduler; this manager has {len(expected)},"
                 f" {sum(expected)} with a scheduler, or in another order. Add the same ones before loading."
             )
+        for scheduler, saved in zip(self.lr_schedulers, states, strict=True):
+            if isinstance(scheduler, WarmupLRScheduler) and "num_iter" not in saved:
+                raise CheckpointError(
+                    f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__} needs: another scheduler's."
+                )
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -367,6 +374,14 @@ def scatter_state(
     """
     manager.read_outcome()
     scatter(manager._managed, named_parameters, state)
+
+
+def _check_keys(state: Mapping[str, Any], *keys: str) -> None:
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise CheckpointError(
+            f"The state has no {' and no '.join(map(repr, missing))}, so it is not one that OptimManager.state_dict() returned."
+        )
 
 
 def _is_on_host(flag: torch.Tensor) -> bool:
