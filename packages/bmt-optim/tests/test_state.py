@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
-from bmt_optim import AdamOptimizer, OptimManager, gather_state, scatter_state
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, gather_state, scatter_state
 from bmt_optim.lr_scheduler import Exponential
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scalar": (), "one": (1,), "tiny": (2,), "plain": (2, 3)}
@@ -146,6 +147,105 @@ def test_a_loss_scale_that_is_none_is_noticed_before_anything_changes(value: Any
         with pytest.raises(CheckpointError, match="The state has no loss scale that can be used: "):
             other.manager.load_state_dict({**state, "loss_scale": value})
         assert other.summary() == before and not any(optimizer.state for optimizer in other.manager.optimizers)
+
+
+SGD = torch.optim.SGD
+FOREIGN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str | None]] = {
+    "torch AdamW's to Adam": (torch.optim.AdamW, AdamOptimizer, None),
+    "torch Adam's to offloaded": (torch.optim.Adam, AdamOffloadOptimizer, None),
+    "offloaded to Adam": (AdamOffloadOptimizer, AdamOptimizer, None),
+    "amsgrad to Adam": (partial(torch.optim.Adam, amsgrad=True), AdamOptimizer, "has max_exp_avg_sq"),
+    "SGD's to Adam": (partial(SGD, momentum=0.9, lr=0.1), AdamOptimizer, "has no betas but lr, momentum"),
+    "SGD's to AdamW": (partial(SGD, momentum=0.9, lr=0.1), torch.optim.AdamW, "has no amsgrad, betas, "),
+    "AdamW's to SGD": (torch.optim.AdamW, partial(SGD, lr=0.1), "has no dampening, momentum, nesterov but amsgrad, "),
+    "Adam's to AdamW": (AdamOptimizer, torch.optim.AdamW, "but hold_steps, overlap_forward: it is another optimizer's"),
+}
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_states_of_other_makers_train_on_or_are_refused(case: str, dtype: torch.dtype, is_gathered: bool) -> None:
+    made, loading, complaint = FOREIGN[case]
+
+    def manager_of(kind: Callable[[Any], Any]) -> tuple[torch.nn.Parameter, OptimManager]:
+        p, manager = torch.nn.Parameter(torch.ones(3, dtype=dtype)), OptimManager()
+        manager.add_optimizer(kind([p]))
+        return p, manager
+
+    def step(p: torch.nn.Parameter, manager: OptimManager) -> torch.Tensor:
+        p.grad = torch.tensor([1.0, -1.0, 0.5], dtype=dtype)
+        manager.step()
+        return p.detach()
+
+    (first, saving), (second, resumed) = manager_of(made), manager_of(loading)
+    second.data.copy_(step(first, saving))
+    state = saving.state_dict(gather_opt=is_gathered)
+    if complaint is None:
+        resumed.load_state_dict(state)
+        rounding = {"rtol": 1e-6, "atol": 0.0} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.0}
+        torch.testing.assert_close(step(second, resumed), step(first, saving), **rounding)
+    else:
+        with pytest.raises(CheckpointError, match=complaint):
+            resumed.load_state_dict(state)
+        assert not resumed.optimizers[0].state and resumed.optimizers[0].param_groups[0].keys() >= {"lr", "params"}
+        step(second, resumed)
+
+
+def test_a_state_of_bmtrain_loads_into_either_adam() -> None:
+    moments = {"exp_avg": torch.full((4,), 0.5).half(), "exp_avg_sq": torch.full((4,), 0.25)}
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    state = {"state": {0: {"step": 3, **moments, "_param_fp32": torch.full((4,), 1.0001)}}, "param_groups": [group]}
+    for kind in (AdamOptimizer, AdamOffloadOptimizer):
+        p = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+        manager = OptimManager(loss_scale=4)
+        manager.add_optimizer(kind([p], hold_steps=1))
+        manager.load_state_dict(
+            {"optimizers": [state], "lr_schedulers": [None], "loss_scale": 512, "loss_scale_enabled": True}
+        )
+        p.grad = torch.zeros_like(p)
+        manager.step()
+        assert manager.loss_scale == 512 and manager.optimizers[0].state[p]["step"] == 4
+        assert manager.optimizers[0].param_groups[0]["hold_steps"] == 1
+        assert p[0].item() == pytest.approx(
+            1.0001 - 0.1 * (0.45 / (1 - 0.9**4)) / (0.24975 / (1 - 0.999**4)) ** 0.5, rel=1e-3
+        )
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("bmt", (3, 4)), ("bmt", (1,)), ("bmt", ()), ("momentum", (3, 4)), ("momentum", (1,))]
+)
+def test_a_state_of_a_parameter_of_another_shape_is_refused(
+    run_ranks: Any, is_distributed: bool, kind: str, shape: tuple[int, ...]
+) -> None:
+    for messages in run_ranks(_state_of_other_shape, 2, shape, is_distributed, kind):
+        assert f"is of a parameter of shape {shape or (1,)}, and here it has (5, 3)." in messages[0]
+        assert "of parameter 0 has " in messages[1] and "and the parameter here has (" in messages[1]
+
+
+def _state_of_other_shape(shape: tuple[int, ...], is_distributed: bool, kind: str) -> list[str]:
+    def manager_of(shape: tuple[int, ...]) -> OptimManager:
+        value, manager = torch.ones(shape), OptimManager()
+        p = DistributedParameter(value) if is_distributed else torch.nn.Parameter(value)
+        manager.add_optimizer(OPTIMIZERS[kind]([("p", p)]))
+        p.grad = torch.ones_like(p)
+        manager.step()
+        return manager
+
+    saved, here = manager_of(shape), manager_of((5, 3))
+    before = through_file(here.state_dict())
+    raw = {"optimizers": saved.state_dict()["optimizers"], "lr_schedulers": [None]}  # as of another maker
+    messages = []
+    for state in (saved.state_dict(gather_opt=True), raw):
+        with pytest.raises(CheckpointError) as caught:
+            here.load_state_dict(state)
+        messages.append(str(caught.value))
+    now = here.state_dict()["optimizers"][0]["state"][0]
+    assert all(
+        torch.equal(torch.as_tensor(now[k]), torch.as_tensor(v)) for k, v in before["optimizers"][0]["state"][0].items()
+    )
+    return messages
 
 
 def test_loading_leaves_the_saved_state_alone() -> None:
@@ -416,7 +516,7 @@ def _statistics_of_shards(is_number: bool) -> tuple[str, torch.Tensor]:
 def test_gathered_state_that_does_not_fit_is_refused_on_every_rank(run_ranks: Any) -> None:
     for missing, shape, nothing, unnamed, is_unchanged in run_ranks(_bad_gathered, 2):
         assert "The optimizer state has nothing about 1 of 6 parameters, the first is 'bias'." in missing
-        assert "exp_avg of 'weight' has shape (5, 3), and the parameter here has (3, 5)." in shape
+        assert "The state of 'weight' has exp_avg of shape (5, 3), and the parameter here has (3, 5)." in shape
         assert "Rank 0 was given no optimizer state." in nothing
         assert "of optimizer 0, of shape" in unnamed and "is not among the named parameters" in unnamed
         assert is_unchanged
@@ -459,7 +559,7 @@ def _tensor_parallel() -> tuple[Any, torch.Tensor]:
     manager = OptimManager()
     optimizer = AdamOptimizer([weight])
     manager.add_optimizer(optimizer)
-    optimizer.state[weight] = {"step": 1, "exp_avg": weight.detach().clone()}
+    optimizer.state[weight] = {"step": 1, "exp_avg": weight.detach().clone(), "exp_avg_sq": weight.detach().clone()}
     state = gather_state(manager, {"weight": weight})
     optimizer.state.clear()
     scatter_state(manager, {"weight": weight}, state)

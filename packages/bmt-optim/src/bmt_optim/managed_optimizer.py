@@ -13,6 +13,7 @@ import torch
 from bmt_optim.current_run import device_of, kernels_for
 
 _NOTHING = nullcontext()
+_NOBODYS = {"params", "param_names", "initial_lr"}  # what groups of all optimizers may have
 
 
 class ManagedOptimizer(ABC):
@@ -57,6 +58,24 @@ class ManagedOptimizer(ABC):
     @abstractmethod
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
+
+    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+        """Return why the state of a parameter of ``shape`` cannot be one of this optimizer's; None: it can.
+
+        ``shapes`` are those of its tensors, and None for what is no tensor. Asked before anything is loaded.
+        """
+        return None
+
+    def complaint_about_options(self, options: Mapping[str, Any]) -> str | None:
+        """Return why the saved ``options`` of a group cannot be those of this optimizer; None: they can.
+
+        Those of another version may have some less, or some more; who has both is another optimizer.
+        """
+        here = set().union(*self.param_groups)
+        missing, extra = sorted(here - set(options) - _NOBODYS), sorted(set(options) - here - _NOBODYS)
+        if not missing or not extra:
+            return None
+        return f"has no {', '.join(missing)} but {', '.join(extra)}: it is another optimizer's"
 
 
 def managed(optimizer: Any) -> ManagedOptimizer:

@@ -248,13 +248,13 @@ class OptimManager:
             self._check_schedulers(state_dict["lr_schedulers"])
             scale = self._scale.loaded(state_dict)
             if not is_gathered:
-                check_rank_state(self.optimizers, state_dict)
+                check_rank_state(self.optimizers, self._managed, state_dict)
         # Only after every rank has found its state in order does any rank change.
         if is_gathered:
             load_logical_state(self._managed, state_dict["logical"], named_parameters)
         else:
             with collective_section(world(), "OptimManager.load_state_dict"):
-                load_rank_state(self.optimizers, state_dict)
+                load_rank_state(self.optimizers, self._managed, state_dict)
         for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if scheduler is not None:
                 scheduler.load_state_dict(saved)

@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_optim.adam.parameter_state import (
     MASTER,
     REMAINDER,
     State,
+    complaint_about,
     copied_state,
     followed_master,
+    master_or_remainder,
+    new_master,
     new_state,
     zeros,
 )
@@ -24,6 +26,7 @@ from bmt_optim.adam.update_stream import UpdateStream
 from bmt_optim.current_run import kernels_on
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.logical_state import load_logical_state, logical_state
+from bmt_optim.state.torch_state import check_torch_state, with_all_options
 
 
 class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
@@ -168,30 +171,25 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
 
-        A gathered state fits any number of ranks; rank 0 alone needs its contents. Collective then.
+        The states of BMTrain's Adam and torch's (without amsgrad) are such states too; options and masters that they lack
+        are those of this optimizer and of the parameters. A gathered state fits any number of ranks; rank 0 alone needs its
+        contents. Collective then.
 
-        Raises :class:`CheckpointError`, and changes nothing, when a shape differs: the state is that of another world size.
+        Raises :class:`CheckpointError`, and changes nothing, when the state is another optimizer's, or a shape differs because
+        it is that of another world size.
         """
         if "parameters" in state_dict:
             self.read_outcome()
             load_logical_state([self], state_dict, None)
             return
+        check_torch_state(self, state_dict)
         saved = state_dict["state"]
         params = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        if len(params) != len(indices):
-            raise CheckpointError(f"The state is of {len(indices)} parameters, and this optimizer has {len(params)}.")
-        for number, (p, index) in enumerate(zip(params, indices, strict=True)):
-            for key, value in saved.get(index, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
-                    raise CheckpointError(
-                        f"{key} of parameter {number} has shape {tuple(value.shape)}, and the parameter here has {tuple(p.shape)}."
-                        " It was saved at another world size. Save with gather_opt=True to load at any."
-                    )
         self._wait_despite_errors()
         # Without the states: torch would cast them to the parameters' dtype, which rounds moments and masters of half
         # parameters, and move them to the parameters' device.
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({**with_all_options(self, state_dict), "state": {}})
         for p, index in zip(params, indices, strict=True):
             if index in saved:
                 self.load_portable_state(p, saved[index])
@@ -214,6 +212,12 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         self._stepped.pop(p, None)
         if state:
             self.state[p] = copied_state(state, p, self._state_device(p))
+
+    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+        return complaint_about(shapes, shape)
+
+    def complaint_about_options(self, options: Mapping[str, Any]) -> str | None:
+        return None if "betas" in options else f"has no betas but {', '.join(options)}: it is another optimizer's"
 
     def __getstate__(self) -> dict[str, Any]:
         self.read_outcome()
@@ -263,6 +267,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         elif REMAINDER in state and not is_compact:
             remainder = state.pop(REMAINDER)
             state[MASTER] = read_master(self._weight_for(remainder, p), remainder)
+        elif master_or_remainder(state) is None:  # a state of torch's Adam, or the parameter became a half type
+            state |= new_master(p, is_compact=is_compact)
         return state
 
     def _is_compact(self, p: torch.nn.Parameter) -> bool:

@@ -16,16 +16,35 @@ REMAINDER = "_param_remainder"
 """The key of the 16 bits of a master that its bfloat16 parameter lacks: see [Note: compact master] in bmt_core.ops.remainder."""
 
 
+def complaint_about(shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+    """Return why tensors of ``shapes`` are not Adam's state of a parameter of ``shape``; None if they are."""
+    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in shapes]
+    if missing:
+        return f"has no {' and no '.join(missing)} but {', '.join(shapes)}: it is another optimizer's"
+    if "max_exp_avg_sq" in shapes:
+        return "has max_exp_avg_sq: it is of Adam with amsgrad, which AdamOptimizer does not know"
+    for key in ("exp_avg", "exp_avg_sq", MASTER, REMAINDER):
+        found = shapes.get(key, shape)
+        if found is None or (found or (1,)) != (shape or (1,)):
+            what = "no tensor" if found is None else f"of shape {tuple(found)}"
+            return f"has {key} {what}, and the parameter here has {tuple(shape)}"
+    return None
+
+
 def new_state(p: torch.nn.Parameter, *, is_compact: bool) -> State:
     """Return the state before the first step; ``is_compact``: with a remainder instead of a whole master."""
     # Half moments would overflow (fp16) or stall (bf16), so state is never narrower than float32.
     dtype = torch.promote_types(p.dtype, torch.float32)
     state = {"step": 0, "exp_avg": zeros(p, dtype), "exp_avg_sq": zeros(p, dtype)}
+    return {**state, **new_master(p, is_compact=is_compact)}
+
+
+def new_master(p: torch.nn.Parameter, *, is_compact: bool) -> State:
+    """Return the entry of a master that is ``p``; none for a parameter that is its own master."""
     if is_compact:
-        state[REMAINDER] = zeros(p, torch.int16)
-    elif p.dtype != dtype:
-        state[MASTER] = p.detach().to(dtype)
-    return state
+        return {REMAINDER: zeros(p, torch.int16)}
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    return {} if p.dtype == dtype else {MASTER: p.detach().to(dtype)}
 
 
 def zeros(p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:

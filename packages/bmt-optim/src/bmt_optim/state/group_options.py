@@ -43,6 +43,15 @@ def matching_groups(saved: Groups, here: Groups) -> Groups:
     return [_matching(i, *groups) for i, groups in enumerate(zip(saved, here, strict=True))]
 
 
+def check_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> None:
+    """Raise :class:`CheckpointError` if some options are of another kind of optimizer."""
+    for i, (optimizer, groups) in enumerate(zip(optimizers, matched, strict=True)):
+        for group in groups:
+            complaint = optimizer.complaint_about_options(group)
+            if complaint is not None:
+                raise CheckpointError(f"The state of optimizer {i}, group {_listed(group)}, {complaint}.")
+
+
 def load_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> None:
     """Give every group the options of its match; what a state lacks stays as it is."""
     for optimizer, groups in zip(optimizers, matched, strict=True):

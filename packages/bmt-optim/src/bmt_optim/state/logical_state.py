@@ -23,16 +23,23 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
-from bmt_optim.state.group_options import Groups, load_options, matching_groups, named_groups
+from bmt_optim.state.group_options import Groups, check_options, load_options, matching_groups, named_groups
 
 Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Parameter]
 State = dict[str, dict[str, Any]]
 
 
 def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
-    """Return ``{"parameters": ..., "groups": ...}``: what :func:`gather` returns, and the groups' options. Collective."""
+    """Return ``{"parameters": ..., "shapes": ..., "groups": ...}``. Collective.
+
+    These are what :func:`gather` returns, the shapes of the whole parameters by name, and the options of the groups.
+    """
     groups = _named_groups(optimizers, named_parameters)
-    return {"parameters": gather(optimizers, named_parameters), "groups": groups}
+    with collective_section(world(), "gathering the optimizer state"):
+        parameters = _managed_parameters(optimizers, named_parameters)
+    agreed = _agree(parameters)
+    shapes = {name: list(info.shape) for name, info in agreed.items()}
+    return {"parameters": _gather(parameters, agreed), "shapes": shapes, "groups": groups}
 
 
 def load_logical_state(
@@ -42,6 +49,8 @@ def load_logical_state(
     groups = _named_groups(optimizers, named_parameters)
     with collective_section(world(), "loading the optimizer state"):
         matched = matching_groups(state["groups"], groups)
+        check_options(optimizers, matched)
+        _check_shapes(_managed_parameters(optimizers, named_parameters), state.get("shapes", {}))
     scatter(optimizers, named_parameters, state["parameters"])
     load_options(optimizers, matched)
 
@@ -50,10 +59,14 @@ def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | Non
     """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective."""
     with collective_section(world(), "gathering the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
+    return _gather(parameters, _agree(parameters))
+
+
+def _gather(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _StateInfo]) -> State:
     owners = group_of_owners([parameter.p for parameter in parameters.values()])
     is_first = world().rank == 0
     whole: State = {}
-    for name, agreed in _agree(parameters).items():
+    for name, agreed in infos.items():
         parameter = parameters.get(name)
         state = {} if parameter is None else parameter.state
         entry: dict[str, Any] = {}
@@ -273,6 +286,10 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
             f"The optimizer state has nothing about {len(missing)} of {len(parameters)} parameters, the first is {missing[0]!r}."
         )
     for name, parameter in parameters.items():
+        shapes = {key: info.shape for key, info in infos[name].items()}
+        complaint = parameter.optimizer.complaint_about_state(shapes, parameter.shape) if shapes else None
+        if complaint is not None:
+            raise CheckpointError(f"The state of {name!r} {complaint}.")
         if not isinstance(parameter.p, DistributedParameter):
             continue
         for key, info in infos[name].items():
@@ -280,6 +297,14 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
                 raise CheckpointError(
                     f"{key} of {name!r} has shape {tuple(info.shape)}, and the parameter here has {tuple(parameter.shape)}."
                 )
+
+
+def _check_shapes(parameters: Mapping[str, _ManagedParameter], shapes: Mapping[str, Sequence[int]]) -> None:
+    for name, parameter in parameters.items():
+        if tuple(shapes.get(name, parameter.shape)) != parameter.shape:
+            raise CheckpointError(
+                f"The state of {name!r} is of a parameter of shape {tuple(shapes[name])}, and here it has {tuple(parameter.shape)}."
+            )
 
 
 def _broadcast(
