@@ -81,15 +81,16 @@ class ManagedOptimizer(ABC):
 def managed(optimizer: Any) -> ManagedOptimizer:
     """Return ``optimizer`` itself if it is a :class:`ManagedOptimizer`, otherwise an adapter for it.
 
-    ``step(scale=...)`` is called if its ``step`` has such a parameter, as BMTrain's optimizers have. For any other, gradients are
-    divided by the scale before ``step()``, unless it says, as torch's fused optimizers do, that it reads ``found_inf`` and
-    ``grad_scale`` as ``torch.amp.GradScaler`` sets them.
+    ``step(scale=...)`` is called if its ``step`` has such a parameter that is 1 by default, as BMTrain's optimizers have (apex's
+    also have one, None by default, for other purposes). For any other, gradients are divided by the scale before ``step()``, unless
+    it says, as torch's fused optimizers do, that it reads ``found_inf`` and ``grad_scale`` as ``torch.amp.GradScaler`` sets them.
     """
     if isinstance(optimizer, ManagedOptimizer):
         return optimizer
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not.")
-    if "scale" in inspect.signature(optimizer.step).parameters:
+    scale = inspect.signature(optimizer.step).parameters.get("scale")
+    if scale is not None and scale.default == 1:
         return _StepTakesScale(optimizer)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return _StepReadsFlag(optimizer)

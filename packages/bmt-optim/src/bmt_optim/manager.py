@@ -128,8 +128,8 @@ class OptimManager:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
-        An optimizer whose ``step`` has a parameter ``scale`` is given the loss scale; for any other the gradients are divided by
-        it, in place and in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
+        An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
+        in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
         whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
         """
         if any(optimizer is known for known in self.optimizers):
