@@ -270,7 +270,7 @@ def test_state_of_other_shapes_is_refused_and_nothing_changes() -> None:
     ):
         other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["lr"] == 0.5 and not other.state
-    with pytest.raises(CheckpointError, match="The state has groups of \[2\] parameters, and this optimizer of \[1\]"):
+    with pytest.raises(CheckpointError, match=r"The state has groups of \[2\] parameters, and this optimizer of \[1\]"):
         AdamOptimizer(other_params[:1]).load_state_dict(optimizer.state_dict())
 
 

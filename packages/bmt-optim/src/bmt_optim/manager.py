@@ -162,7 +162,7 @@ class OptimManager:
         """Multiply all gradients by ``max_norm * loss_scale / (N + eps)`` if that is below 1; return ``N / loss_scale``.
 
         N is the p-norm (``norm_type`` p, ``"inf"`` for the largest magnitude), formed in float32, over the gradients of
-        ``param_groups`` (such groups as ``optimizer.param_groups``, or parameters) of all ranks, replicas counted once. The
+        ``param_groups`` (a group of ``optimizer.param_groups`` or several, or parameters) of all ranks, replicas counted once. The
         result is a 0-dim tensor; nothing is read on the host. When N is not finite the gradients become NaN, for ``step`` to find.
         """
         p = float(norm_type)
@@ -391,7 +391,12 @@ def _is_on_host(flag: torch.Tensor) -> bool:
 def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
     if isinstance(param_groups, torch.Tensor):
         return [param_groups]  # type: ignore[list-item]
-    found: list[torch.nn.Parameter] = []
-    for item in param_groups:
+    found: list[Any] = []
+    for item in [param_groups] if isinstance(param_groups, Mapping) else param_groups:
         found.extend(item["params"] if isinstance(item, Mapping) else [item])
+    for p in found:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(
+                f"param_groups must be a parameter, a group of an optimizer, or several of these; it has a {type(p).__name__}."
+            )
     return found

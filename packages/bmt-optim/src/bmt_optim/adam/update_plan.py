@@ -40,7 +40,7 @@ class Update:
         group = self.group
         return {
             "step": step,
-            "lr": group["lr"],
+            "lr": float(group["lr"]),  # torch allows a tensor
             "beta1": group["betas"][0],
             "beta2": group["betas"][1],
             "eps": group["eps"],

@@ -26,7 +26,10 @@ def named_groups(optimizers: Sequence[ManagedOptimizer], names: Mapping[torch.nn
         raise CheckpointError(f"Ranks have other numbers of parameter groups per optimizer: {counts}. Make them alike.")
     return [
         [
-            {**_options(group), "params": in_one_order([report[i][j] for report in reports])}
+            {
+                **{key: _copied(value, None) for key, value in _options(group).items()},
+                "params": in_one_order([report[i][j] for report in reports]),
+            }
             for j, group in enumerate(optimizer.param_groups)
         ]
         for i, optimizer in enumerate(optimizers)
@@ -56,7 +59,7 @@ def load_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> Non
     """Give every group the options of its match; what a state lacks stays as it is."""
     for optimizer, groups in zip(optimizers, matched, strict=True):
         for target, saved in zip(optimizer.param_groups, groups, strict=True):
-            target.update(_options(saved))
+            target.update({key: _copied(value, target.get(key)) for key, value in _options(saved).items()})
 
 
 def _matching(number: int, saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,6 +84,13 @@ def _matching(number: int, saved: list[dict[str, Any]], here: list[dict[str, Any
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copied(value: Any, replaced: Any) -> Any:
+    """Return a copy of a tensor, such as a learning rate, which schedules change in place; on the device of what it replaces."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(replaced.device if isinstance(replaced, torch.Tensor) else "cpu", copy=True)
 
 
 def _listed(group: Mapping[str, Any]) -> str:
