@@ -32,6 +32,7 @@ from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, kernels_for, world
+from bmt_optim.decay_groups import warn_of_groups_by_slices
 from bmt_optim.elementwise import check_elementwise
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
@@ -136,6 +137,7 @@ class OptimManager:
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
         check_elementwise(optimizer)
+        warn_of_groups_by_slices(adapted.param_groups)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
