@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from zero_models import full_gradient, my_part
 
-from bmt_core import DistributedModule
+from bmt_core import DistributedModule, postpone_weight_gradients
 from bmt_core.run import runtime
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
@@ -28,20 +28,24 @@ Values = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train the same model. ``held``: no_sync() around the first micro-batch of each step."""
+    """A way to train the same model. ``held``: no_sync() around the first micro-batch of each step. ``postponed``: weight gradients
+    of a step are computed after its last backward pass.
+    """
 
     level: int
     recomputes: bool
     held: bool
     optimizer: str
     splits: bool  # the parameters of each block among two optimizers
+    postponed: bool
 
 
 def cases(level: int, recomputes: bool) -> Iterator[Case]:
     """Yield the cases of blocks of one kind."""
     ways = (("torch", True), ("adam", False), ("adam", True), ("offload", False))
     for held, (optimizer, splits) in itertools.product((False, True), ways):
-        yield Case(level, recomputes, held, optimizer, splits)
+        yield Case(level, recomputes, held, optimizer, splits, postponed=False)
+    yield Case(level, recomputes, True, "adam", False, postponed=True)
 
 
 class Layer(nn.Module):
@@ -108,12 +112,20 @@ def train(model: nn.Module, case: Case | None) -> Values:
     for step in range(STEPS):
         for updater in updaters:
             updater.zero_grad()
+        postponed = []
         for micro in range(MICRO_BATCHES):
             is_held = case is not None and case.held and micro + 1 < MICRO_BATCHES
             with no_sync(model) if is_held else nullcontext():
                 loss = loss_of(model, step * MICRO_BATCHES + micro)
-                loss.backward()
+                if case is not None and case.postponed:
+                    with postpone_weight_gradients() as left:
+                        loss.backward()
+                    postponed.append(left)
+                else:
+                    loss.backward()
             found.append((f"loss {micro} of step {step}", loss.detach()))
+        for left in postponed:
+            left.compute()
         if step + 1 == STEPS:
             found += [
                 (f"gradient of {n}", g) for n, p in model.named_parameters() if (g := full_gradient(p)) is not None

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from bmt_core import sum_loss
+from bmt_core import PostponedGradients, postpone_weight_gradients, sum_loss
 from bmt_core.checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.params.parameter import DistributedParameter
@@ -61,6 +61,7 @@ class StepPlan:
     evaluates: bool
     overflows: bool
     resumes: bool
+    postponed: tuple[int | None, ...]  # after how many more micro-batches the weight gradients of each are computed
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,21 @@ def draw(seed: int, tp: int | None = None) -> Plan:
         for _ in range(count)
     )
     settings = {"count": count, "parameters": parameters, "blocks": blocks, "asks": asks, "plan": plan}
-    steps = tuple(_draw_step(r, **settings) for _ in range(STEPS))
+    postponing = random.Random(f"postponing {seed}")
+    postpones = postponing.random() < 0.3
+    steps = tuple(_draw_step(r, postponing if postpones else None, **settings) for _ in range(STEPS))
     hooked = tuple(n for n in range(parameters) if r.random() < 0.1) if r.random() < 0.2 else ()
     return Plan(**{**vars(plan), "blocks": blocks, "steps": steps, "hooked": hooked})
 
 
 def _draw_step(
-    r: random.Random, count: int, parameters: int, blocks: Sequence[BlockPlan], asks: bool, plan: Plan
+    r: random.Random,
+    postponing: random.Random | None,
+    count: int,
+    parameters: int,
+    blocks: Sequence[BlockPlan],
+    asks: bool,
+    plan: Plan,
 ) -> StepPlan:
     orders = []
     for _ in range(r.randint(1, 3)):
@@ -171,6 +180,7 @@ def _draw_step(
         evaluates=r.random() < 0.3,
         overflows=plan.loss_scale is not None and r.random() < 0.2,
         resumes=plan.manages and r.random() < 0.15,
+        postponed=tuple(postponing.choice([None, 0, 1, 2]) if postponing else None for _ in orders),
     )
 
 
@@ -238,9 +248,10 @@ class Training:
                 if plan.one_backward:
                     total = total + loss
                 else:
-                    self.backward(loss, plan)
+                    self.backward(loss, plan, micro)
         if plan.one_backward:
-            self.backward(total, plan)
+            self.backward(total, plan, 0)
+        self.end_backward()
         if plan.overflows:
             self.overflow()
             return
@@ -319,8 +330,11 @@ class Training:
         """Return the mean loss of one rank's tokens."""
         return F.cross_entropy(logits, targets)
 
-    def backward(self, loss: torch.Tensor, plan: StepPlan) -> None:
-        """Run backward, maybe twice."""
+    def end_backward(self) -> None:
+        """All backward passes of a step are over."""
+
+    def backward(self, loss: torch.Tensor, plan: StepPlan, micro: int) -> None:
+        """Run backward of a micro-batch, maybe twice."""
         loss = self.scaled(loss)
         if plan.twice:
             loss.backward(retain_graph=True)
@@ -402,6 +416,7 @@ class ShardedTraining(Training):
         self.device = runtime.current().device
         super().__init__(plan, runtime.world_size())
         self.folder = folder
+        self.postponed: list[tuple[int, PostponedGradients]] = []
         self.manager = OptimManager(loss_scale=plan.loss_scale)
         for optimizer in self.optimizers:
             self.manager.add_optimizer(optimizer)
@@ -465,6 +480,34 @@ class ShardedTraining(Training):
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward is run on."""
         return self.manager.scale_loss(loss) if self.plan.manages else loss
+
+    def backward(self, loss: torch.Tensor, plan: StepPlan, micro: int) -> None:
+        """Run backward, and compute what micro-batches before have left to be computed now."""
+        delay = plan.postponed[micro]
+        if delay is None:
+            super().backward(loss, plan, micro)
+        else:
+            with postpone_weight_gradients() as left:
+                super().backward(loss, plan, micro)
+            self.postponed.append((micro + delay, left))
+        self.compute_postponed(micro)
+
+    def fail(self, number: int, where: str) -> None:
+        """Begin a step that fails; what it leaves to be computed is dropped."""
+        postpones = any(delay is not None for delay in self.plan.steps[number].postponed)
+        with postpone_weight_gradients() if postpones else nullcontext():
+            super().fail(number, where)
+
+    def end_backward(self) -> None:
+        """Compute all that is left to be computed."""
+        self.compute_postponed(9)
+
+    def compute_postponed(self, now: int) -> None:
+        """Compute what was to be computed after micro-batch ``now``."""
+        due = [left for when, left in self.postponed if when <= now]
+        self.postponed = [(when, left) for when, left in self.postponed if when > now]
+        for left in due:
+            left.compute()
 
     def loss_scale(self) -> float:
         """Return how much larger gradients are than those of the loss."""

@@ -10,6 +10,7 @@ COMMANDS = {
     "collectives": "bench.collectives",
     "kernels": "bench.kernels",
     "measure": "bench.run",
+    "pipeline": "bench.pipeline",
     "table": "bench.table",
     "timeline": "bench.timeline",
     "tp-block": "bench.tp_block",

@@ -20,12 +20,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import bmtrain as bmt
 from bench.case import DTYPES
-from bench.device import StepClock, free_memory, peak_gib, prepare, synchronize
+from bench.device import free_memory, peak_gib, prepare, synchronize
 from bench.models import SEED, SIZES, Size
 from bench.ranks import FAILED, CaseFailed, largest, together
 from bench.record import append, describe_run
 from bench.run import TIMEOUT_SECONDS, stop_if_stuck
 from bench.sequence_first import sequence_first
+from bench.steps import repeat
 from bench.table import OK
 from bench.tp_blocks import KINDS, Blocks, dense_block
 from bench.trace import write_trace
@@ -196,10 +197,10 @@ def _measure(variant: str, tokens: int, options: argparse.Namespace, device: tor
         blocks.run(rows, gradient)
         blocks.clear()
 
-    _repeat(step, options.warmup, device)
+    repeat(step, options.warmup, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = largest(_repeat(step, options.loops, device))
+    seconds = largest(repeat(step, options.loops, device))
     peak = peak_gib(device)
     figures = Figures(
         variant=variant,
@@ -213,7 +214,7 @@ def _measure(variant: str, tokens: int, options: argparse.Namespace, device: tor
     if options.trace is not None:
         del blocks
         blocks = together(lambda: make(1))
-        _repeat(step, options.warmup, device)
+        repeat(step, options.warmup, device)
         path = options.trace / f"{kind}-{mode}-{tokens}.json.gz"
         together(lambda: write_trace(step, path))
         together(lambda: synchronize(device))
@@ -225,21 +226,6 @@ def _agreement(blocks: Blocks, reference: Reference) -> str:
     if ratio > MAX_ROUNDINGS:
         raise ValueError(f"The parallel block computes something else: {text}.")
     return text
-
-
-def _repeat(step: Callable[[], None], count: int, device: torch.device) -> list[float]:
-    """Return the seconds of each of ``count`` steps; nothing waits for the device in between. Collective."""
-    clock = StepClock(device)
-
-    def steps() -> None:
-        clock.mark()
-        for _ in range(count):
-            step()
-            clock.mark()
-
-    together(steps)
-    together(lambda: synchronize(device))
-    return clock.seconds()
 
 
 def _fused_products(step: Callable[[], None]) -> int:

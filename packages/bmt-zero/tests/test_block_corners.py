@@ -346,6 +346,35 @@ def test_zero_grad_of_either_kind_clears_everything(level: int, set_to_none: boo
         assert values == [2.0] * 15
 
 
+def held_back_beside_others(level: int) -> tuple[list[float], list[float]]:
+    """Every micro-batch has the gradient 1 for every element, a penalty on the shards 3, and one pass fails."""
+    block = Block(nn.Linear(3, 5, bias=False), zero_level=level)
+    (parameter,) = block.parameters()
+    assert isinstance(parameter, DistributedParameter)
+    x = torch.ones(1, 3) / runtime.world_size()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise InterruptedError
+
+    with no_sync(block):
+        failing = x.clone().requires_grad_()
+        failing.register_hook(fail)
+        with pytest.raises(InterruptedError):
+            block(failing).sum().backward()
+        block.zero_grad()
+        (block(x).sum() + 3 * parameter.sum()).backward()
+        (asked,) = torch.autograd.grad(block(x).sum(), [parameter])
+    block(x).sum().backward()
+    assert parameter.grad is not None
+    return parameter.gather_like(asked).flatten().tolist(), parameter.gather_like(parameter.grad).flatten().tolist()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_gradients_held_back_stay_whatever_else_is_differentiated(level: int) -> None:
+    for asked, sums in run_ranks(held_back_beside_others, 2, level):
+        assert asked == [1.0] * 15 and sums == [5.0] * 15
+
+
 def left_by_a_frozen_parameter(level: int, held: bool) -> list[float]:
     block = Block(nn.Linear(3, 3), zero_level=level)
     weight, bias = block.parameters()

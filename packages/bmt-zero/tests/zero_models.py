@@ -35,6 +35,27 @@ class Layer(nn.Module):
         return out if shift is None else out + shift
 
 
+class Uses(nn.Module):
+    """Linear layers on 3-D and 2-D inputs and on a parameter, one used twice, a tied and a frozen weight, and other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6, bias=False)
+        self.gate = nn.Linear(6, 9)
+        self.gate.weight = self.up.weight
+        self.twice, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen.weight.requires_grad_(False)
+        self.latents, self.read = nn.Parameter(torch.randn(5, 6)), nn.Linear(6, 6)
+        self.places = nn.Embedding(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.places(torch.arange(x.shape[1]))
+        hidden = torch.tanh(self.norm(self.up(x))) * torch.sigmoid(self.gate(x))
+        x = x + self.down(hidden.flatten(0, 1)).view_as(x)
+        x = self.twice(torch.tanh(self.twice(x)))
+        return self.frozen(x) + self.read(self.latents).mean(0)
+
+
 class Model(nn.Module):
     def __init__(self, layers: int = 3, width: int = 7, hidden: int = 13, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -21,6 +21,7 @@ from bmt_core.errors import (
 from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.distributed_module import DistributedModule
+from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter, local_along
@@ -60,6 +61,7 @@ __all__ = [
     "NotInitializedError",
     "ParameterInitializer",
     "PluginError",
+    "PostponedGradients",
     "ReduceOp",
     "Registry",
     "RemoteError",
@@ -79,6 +81,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "local_along",
+    "postpone_weight_gradients",
     "rank",
     "save",
     "save_checkpoint",

@@ -13,8 +13,8 @@ from bmt_core import DistributedModule, DistributedParameter, Locality, Paramete
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.torch_internals import never_compiled
+from bmt_tp.linear_function import parallel_linear
 from bmt_tp.overlapped_products import GatheredRows
-from bmt_tp.parallel_linear import parallel_linear
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group
 
 

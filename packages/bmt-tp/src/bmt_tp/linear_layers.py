@@ -10,7 +10,7 @@ from bmt_core import DistributedModule, DistributedParameter, Locality, Paramete
 from bmt_core.errors import ConfigError
 from bmt_core.modules.layer_gradients import LayerGradients
 from bmt_tp.feature_exchange import gather_features
-from bmt_tp.parallel_linear import ReduceType, parallel_linear
+from bmt_tp.linear_function import ReduceType, parallel_linear
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_size
 
 

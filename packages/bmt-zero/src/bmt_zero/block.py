@@ -21,12 +21,12 @@ from bmt_core.modules.distributed_module import (
     whole_value,
 )
 from bmt_core.modules.outermost_call import module_call
+from bmt_core.nested import tensors_in
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import never_compiled
-from bmt_zero.nested import tensors_in
 from bmt_zero.schedule.block_engine import BlockEngine
 
 

@@ -43,6 +43,22 @@ def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
     return pickle.loads(_bytes_of(data))
 
 
+def send_object(obj: object, group: Group, dst: int) -> None:
+    """Send ``obj`` to the group's rank ``dst``, which calls :func:`recv_object`."""
+    payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    group.send(torch.tensor([payload.numel()]), dst).wait()
+    group.send(payload, dst).wait()
+
+
+def recv_object(group: Group, src: int) -> Any:
+    """Return what the group's rank ``src`` sends by :func:`send_object`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    group.recv(size, src).wait()
+    payload = torch.empty(int(size), dtype=torch.uint8)
+    group.recv(payload, src).wait()
+    return pickle.loads(_bytes_of(payload))
+
+
 def _bytes_of(tensor: torch.Tensor) -> bytearray:
     # Not .numpy(): numpy is no dependency.
     data = bytearray(tensor.numel())

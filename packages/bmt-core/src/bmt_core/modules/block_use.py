@@ -1,9 +1,16 @@
-"""``BlockUse``: the one value through which schedules and the sharding engine meet."""
+"""``BlockUse``: the one value through which schedules and the sharding engine meet; and how a schedule gets its Blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from bmt_core.errors import ConfigError
+from bmt_core.run.bmtrain_names import BlockMode
+from bmt_core.run.runtime import current
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +37,22 @@ class BlockUse:
     last_backward: bool = True
 
 
+@runtime_checkable
 class Scheduled(Protocol):
     """What a schedule drives: a Block."""
 
+    _mode: BlockMode
+
     def set_use(self, use: BlockUse) -> None:
         """Say which use the following calls of the block are."""
+
+
+def make_block(module: nn.Module, *, local_axes: Iterable[str]) -> nn.Module:
+    """Return ``module`` as a Block; :class:`ConfigError` if no installed package makes Blocks."""
+    make = current().make_block
+    if make is None:
+        raise ConfigError(
+            f"{type(module).__name__} has to become a Block, and no active plugin makes Blocks. Install bmt-zero:"
+            ' pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero.'
+        )
+    return make(module, local_axes=local_axes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -94,6 +94,25 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
         found = _Gathered(parameter, parameter._version, parameter.gather() if full is None else full)
         _call.gathered[key] = found
     return found.full
+
+
+def gather_as_leaves(parameters: Iterable[DistributedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Let ``parameters`` read, in the call under way, as leaves: several graphs may use them, one after the other. Collective.
+
+    Returns each whole parameter, which is in a graph of its own, and its leaf. After the graphs, the caller runs backward from
+    the wholes with the gradients of the leaves.
+    """
+    assert _call.depth > 0, "a call must be under way"
+    pairs = []
+    for parameter in parameters:
+        with torch.enable_grad():
+            whole = gather_once(parameter)
+        leaf = whole.detach().requires_grad_(whole.requires_grad)
+        for has_grad in {parameter.requires_grad, False}:
+            read = leaf if has_grad else leaf.detach()
+            _call.gathered[id(parameter), has_grad, False] = _Gathered(parameter, parameter._version, read)
+        pairs.append((whole, leaf))
+    return pairs
 
 
 @never_compiled

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Protocol
 
 import torch
+from torch import nn
 
 from bmt_core.comm.protocols import Group
 from bmt_core.settings import RunSettings
+
+
+class MakeBlock(Protocol):
+    """Makes a Block of a module, in place, as ``bmt_zero.Block`` does. Collective where a parameter was sharded before."""
+
+    def __call__(self, module: nn.Module, /, *, local_axes: Iterable[str]) -> nn.Module:
+        """Return ``module`` as a Block that each rank along ``local_axes`` has for itself."""
 
 
 class Run(Protocol):
@@ -16,6 +25,8 @@ class Run(Protocol):
     settings: RunSettings
     device: torch.device
     world: Group
+    make_block: MakeBlock | None
+    """Set in ``bmt_run_started`` by the package that makes Blocks, for packages that do not import it."""
 
     @property
     def rank(self) -> int:

@@ -18,6 +18,7 @@ from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.plugins import Registry, compare_across_ranks
+from bmt_core.plugins.protocols import MakeBlock
 from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.start_section import start_section
@@ -67,6 +68,8 @@ class Runtime:
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
         """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
+        self.make_block: MakeBlock | None = None
+        """See :class:`bmt_core.plugins.protocols.Run`."""
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`: what takes hooks out of torch again."""
 

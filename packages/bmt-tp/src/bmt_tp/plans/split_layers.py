@@ -13,7 +13,7 @@ from bmt_core.comm.autograd import gather_stacked
 from bmt_core.modules.layer_gradients import LayerGradients
 from bmt_core.torch_internals import never_compiled
 from bmt_tp.embedding import split_lookup
-from bmt_tp.parallel_linear import ReduceType, parallel_linear
+from bmt_tp.linear_function import ReduceType, parallel_linear
 from bmt_tp.tensor_group import tensor_group
 
 

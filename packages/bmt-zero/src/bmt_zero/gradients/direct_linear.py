@@ -13,13 +13,14 @@ The weight is no saved tensor, which hooks would have to carry through recomputa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from bmt_core.errors import BmtError
 from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
 
@@ -54,8 +55,8 @@ class GradientCall(Protocol):
     def begin_backward(self) -> None:
         """Have the whole parameters there."""
 
-    def destination(self, location: Location) -> tuple[torch.Tensor, bool] | None:
-        """Return where a gradient may be written: see :meth:`bmt_zero.gradients.full_gradients.FullGradients.destination`."""
+    def take(self, location: Location, gradient: LayerGradient) -> bool:
+        """Write ``gradient`` where it is reduced from, or keep it to compute it later; False: autograd must see it."""
 
 
 class RunningCall:
@@ -125,9 +126,9 @@ class _Linear(torch.autograd.Function):
         of_weight, of_bias = None, None
         if for_weight:
             flat = input.reshape(-1, weight.shape[1])
-            of_weight = _written(ctx.call, ctx.layer.weight, _WeightGradient(grad, flat))
+            of_weight = _written(ctx.call, ctx.layer.weight, WeightGradient(grad.t(), flat))
         if for_bias:
-            of_bias = _written(ctx.call, ctx.layer.bias, _BiasGradient(grad))
+            of_bias = _written(ctx.call, ctx.layer.bias, BiasGradient(grad))
         return of_input, of_weight, of_bias, None, None
 
 
@@ -154,54 +155,89 @@ class _Writer:
             self._call.begin_backward()
 
     def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
-        return _written(self._call, self._layer.weight, _WeightGradient(grad, input))
+        return _written(self._call, self._layer.weight, WeightGradient(grad.t(), input))
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
         assert self._layer.bias is not None
-        return _written(self._call, self._layer.bias, _BiasGradient(grad))
+        return _written(self._call, self._layer.bias, BiasGradient(grad))
 
 
-class _WeightGradient:
-    def __init__(self, grad: torch.Tensor, input: torch.Tensor) -> None:
-        self._factors = grad.t(), input
+class LayerGradient:
+    """A gradient that can be computed from ``factors``, of which the first is the gradient of the layer's output."""
+
+    _versions: list[int]
+
+    def __init__(self, *factors: torch.Tensor) -> None:
+        self._factors = factors
 
     def made(self) -> torch.Tensor:
+        """Return the gradient."""
+        raise NotImplementedError
+
+    def into(self, destination: torch.Tensor) -> None:
+        """Write the gradient into ``destination``."""
+        raise NotImplementedError
+
+    def added_to(self, destination: torch.Tensor) -> None:
+        """Add the gradient to ``destination``."""
+        raise NotImplementedError
+
+    def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
+        """Get ready to be computed after the backward pass, when memory of which ``may_be_freed`` says so is gone."""
+        grad, *inputs = [factor.clone() if may_be_freed(factor) else factor for factor in self._factors]
+        # An input has the graph behind it. A gradient has not; kept as it is, torch does not take it over as .grad of others.
+        self._factors = grad, *[input.detach() for input in inputs]
+        self._versions = [factor._version for factor in self._factors]
+
+    def check(self) -> None:
+        """Raise if what :meth:`keep` kept was modified since."""
+        if self._versions != [factor._version for factor in self._factors]:
+            shapes = " and ".join(str(tuple(factor.shape)) for factor in self._factors)
+            raise BmtError(
+                "A tensor that a postponed weight gradient is computed from was modified by an in-place operation after the"
+                f" backward pass; it is one of shape {shapes}. Call compute() before, use the out-of-place operation, or clone."
+            )
+
+
+class WeightGradient(LayerGradient):
+    """The product of the transposed gradient of the output (out, n) and the input (n, in)."""
+
+    def made(self) -> torch.Tensor:
+        """See :class:`LayerGradient`."""
         return torch.mm(*self._factors)
 
     def into(self, destination: torch.Tensor) -> None:
+        """See :class:`LayerGradient`."""
         torch.mm(*self._factors, out=destination)
 
     def added_to(self, destination: torch.Tensor) -> None:
-        destination.addmm_(*self._factors)
+        """See :class:`LayerGradient`. A float32 destination gets the product of half types before it is rounded."""
+        grad, input = self._factors
+        if destination.dtype == grad.dtype:
+            destination.addmm_(grad, input)
+        else:
+            torch.addmm(destination, grad, input, out_dtype=destination.dtype, out=destination)
 
 
-class _BiasGradient:
-    def __init__(self, grad: torch.Tensor) -> None:
-        self._grad = grad
+class BiasGradient(LayerGradient):
+    """The sum of the rows of the gradient of the output (n, out)."""
 
     def made(self) -> torch.Tensor:
-        return self._grad.sum(0)
+        """See :class:`LayerGradient`."""
+        return self._factors[0].sum(0)
 
     def into(self, destination: torch.Tensor) -> None:
-        torch.sum(self._grad, 0, out=destination)
+        """See :class:`LayerGradient`."""
+        torch.sum(self._factors[0], 0, out=destination)
 
     def added_to(self, destination: torch.Tensor) -> None:
-        destination += self._grad.sum(0)
+        """See :class:`LayerGradient`."""
+        destination += self._factors[0].sum(0)
 
 
-def _written(
-    call: GradientCall | None, location: Location, gradient: _WeightGradient | _BiasGradient
-) -> torch.Tensor | None:
-    """Write ``gradient`` where it is reduced from, or return it when autograd must see it."""
-    found = None if call is None else call.destination(location)
-    if found is None:
-        return gradient.made()
-    destination, is_there = found
-    if is_there:
-        gradient.added_to(destination)
-    else:
-        gradient.into(destination)
-    return None
+def _written(call: GradientCall | None, location: Location, gradient: LayerGradient) -> torch.Tensor | None:
+    """Have ``gradient`` written where it is reduced from, now or later, or return it when autograd must see it."""
+    return None if call is not None and call.take(location, gradient) else gradient.made()
 
 
 def direct_linears(

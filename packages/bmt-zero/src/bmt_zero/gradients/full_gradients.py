@@ -10,30 +10,39 @@ from collections.abc import Sequence
 
 import torch
 
+from bmt_zero.gradients.direct_linear import LayerGradient
 from bmt_zero.sharding.parameter_group import ParameterGroup
 
 
 class FullGradients:
-    """A flat tensor of ``dtype`` for the whole gradients of ``group``, uninitialised until :meth:`complete`."""
+    """A flat tensor of ``dtype`` for the whole gradients of ``group``, uninitialised until :meth:`complete`.
 
-    def __init__(self, group: ParameterGroup, dtype: torch.dtype) -> None:
+    With ``total``, a flat tensor that holds a sum already, everything is added to it.
+    """
+
+    def __init__(self, group: ParameterGroup, dtype: torch.dtype, *, total: torch.Tensor | None = None) -> None:
         self._group = group
-        self._flat = torch.empty(group.total, dtype=dtype, device=group.device)
+        self._adds = total is not None
+        self._flat = torch.empty(group.total, dtype=dtype, device=group.device) if total is None else total
         self._views = group.views_of(self._flat)
-        self._is_written = [False] * len(self._views)
+        self._is_written = [self._adds] * len(self._views)
 
-    def destination(self, index: int) -> tuple[torch.Tensor, bool] | None:
-        """Return where the gradient of parameter ``index`` belongs and whether one is there, to which to add.
-
-        The caller writes it at once. None when it cannot be written in place: the tensor has another dtype.
-        """
-        if self._flat.dtype != self._group.dtype:
-            return None
-        was_written, self._is_written[index] = self._is_written[index], True
-        return self._views[index], was_written
+    def take(self, index: int, gradient: LayerGradient) -> bool:
+        """Write, or add, ``gradient`` where that of parameter ``index`` belongs; False if the tensor has another dtype."""
+        if self._flat.dtype != self._group.dtype and not self._adds:
+            return False
+        if self._is_written[index]:
+            gradient.added_to(self._views[index])
+        else:
+            gradient.into(self._views[index])
+            self._is_written[index] = True
+        return True
 
     def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
-        """Add ``grads`` to what was written in place and return the flat tensor, zero where not ``wanted``."""
+        """Add ``grads`` to what was written in place and return the flat tensor, zero where not ``wanted``.
+
+        What is not wanted stays as it is in a ``total``.
+        """
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         empty = self._group.gaps_of(self._flat)
@@ -46,6 +55,6 @@ class FullGradients:
             torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
         if added:
             torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
-        if empty:
+        if empty and not self._adds:
             torch._foreach_zero_(empty)
         return self._flat

@@ -8,15 +8,18 @@ from contextlib import nullcontext
 import torch
 
 from bmt_core.comm import Work
+from bmt_core.errors import BmtError
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane
 from bmt_core.settings import ReduceDtype
-from bmt_core.torch_internals import named_in_trace
+from bmt_core.torch_internals import backward_pass, named_in_trace
 from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.sharding.parameter_group import ParameterGroup
+
+_HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 class GradientReducer:
@@ -36,8 +39,12 @@ class GradientReducer:
         self._lane = lane
         self._ranks = lane.group(group.ranks)
         self.in_flight = in_flight
+        self.is_unwatched = False
+        """Whether the pass under way leaves gradients held back or postponed: :meth:`watch` is to be called when it ends."""
         self._held_back: torch.Tensor | None = None
-        self._witness: GradientWitness | None = None  # of .grad as it was when gradients were held back
+        self._awaited: set[object] = set()  # one for each call whose gradients are postponed
+        self._needed: Sequence[bool] = []  # which gradients the last such pass is about
+        self._witness: GradientWitness | None = None  # of .grad as that pass has left it
 
     @property
     def held_back_bytes(self) -> int:
@@ -50,11 +57,34 @@ class GradientReducer:
         self.in_flight.make_room()
         return FullGradients(self._group, self.wire_dtype)
 
+    @property
+    def adds_products(self) -> bool:
+        """Whether layers can add the products that are their gradients to what is held back, unrounded and without a copy.
+
+        That takes a product of half types that adds to float32, which torch has on CUDA.
+        """
+        held = self._held_back
+        return held is not None and held.is_cuda and self._group.dtype.itemsize == 2 and _HAS_WIDE_PRODUCTS
+
+    def full_gradients_to_hold_back(self) -> FullGradients:
+        """Return room for gradients that :meth:`hold_back` is to take: what is held back itself where layers can add to it."""
+        self.forget_cleared()
+        if not self.adds_products:
+            return self.new_full_gradients()
+        self.is_unwatched = True  # if it fails half-way, the sum is dropped
+        return FullGradients(self._group, self._group.dtype, total=self._held_back)
+
     def forget_cleared(self) -> None:
-        """Drop what is kept when the user has cleared the gradients: see the notes in :mod:`bmt_core.params.gradient_sum`."""
+        """Drop what is kept when the user has cleared the gradients, or when the pass that was to be watched failed.
+
+        See the notes in :mod:`bmt_core.params.gradient_sum`.
+        """
         self.sum.forget_if_cleared()
-        if self._witness is not None and not self._witness.unchanged():
+        has_failed = self.is_unwatched and backward_pass() == -1
+        if has_failed or (self._witness is not None and not self._witness.unchanged()):
             self._held_back = self._witness = None
+            self._awaited.clear()
+            self.is_unwatched = False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, flat whole gradients, and what was held back, into the :attr:`sum`. Collective."""
@@ -69,27 +99,59 @@ class GradientReducer:
         if self.watcher is not None and self.sum.flat is not None:
             self.watcher(self.sum.flat, done)
 
-    def reduce_now(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective."""
-        full = self._with_held_back(full)
+    def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
+        """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective.
+
+        If it ``completes`` the gradients, what was held back is in it.
+        """
+        full = self._with_held_back(full) if completes else full
         reduced = self._output_for(full, stays=True)
         self._lane.after(self._lane.here())
         self._lane.run(lambda: self._start(reduced, full)).wait()
         return reduced
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
-        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32.
+        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
+        if full is not self._held_back:  # otherwise it was added to already
+            self.forget_cleared()
+            if self._held_back is None:
+                self._held_back = full.to(summation_dtype(self._group.dtype))
+            else:
+                self._held_back += full
+        self._needed, self.is_unwatched = needed, True
 
-        ``.grad`` becomes zero where there is none yet: when ``zero_grad`` touches it, what is kept here goes too.
-        """
+    def expect(self, needed: Sequence[bool]) -> object:
+        """Learn that the pass under way postpones gradients; return what :meth:`receive` or :meth:`forget` is to be told."""
         self.forget_cleared()
-        if self._held_back is None:
-            self._held_back = full.to(summation_dtype(self._group.dtype))
-        else:
-            self._held_back += full
+        self._needed, self.is_unwatched = needed, True
+        awaited = object()
+        self._awaited.add(awaited)
+        return awaited
+
+    def receive(self, awaited: object) -> None:
+        """Learn that postponed gradients are about to be computed."""
+        self.forget_cleared()
+        if awaited not in self._awaited:
+            raise BmtError(
+                f"Weight gradients of {self._name} were postponed, and compute() came after .grad was cleared or changed, or after"
+                " a backward pass that failed, which drops them. Call compute() before zero_grad() and before .grad is changed."
+            )
+        self._awaited.remove(awaited)
+
+    def forget(self, awaited: object) -> None:
+        """Learn that the pass that has postponed gradients failed."""
+        self._awaited.discard(awaited)
+        self.is_unwatched = False
+
+    def watch(self) -> None:
+        """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back or postponed.
+
+        ``.grad`` becomes zero where there is none yet, so that ``zero_grad`` touches it.
+        """
+        self.is_unwatched = False
         parameters = self._group.parameters
         zeros = self.sum.views(torch.zeros_like(self._group.shard))
-        for parameter, zero, wanted in zip(parameters, zeros, needed, strict=True):
+        for parameter, zero, wanted in zip(parameters, zeros, self._needed, strict=True):
             if parameter.grad is None and wanted:
                 parameter.grad = zero
         self._witness = GradientWitness(parameters, [parameter.grad for parameter in parameters])
@@ -97,6 +159,12 @@ class GradientReducer:
     def reduce_held_back(self) -> None:
         """Reduce what :meth:`hold_back` kept and no later backward pass took along. Collective."""
         self.forget_cleared()
+        if self._awaited:
+            raise BmtError(
+                f"Weight gradients of {self._name} were postponed in {len(self._awaited)} calls and are not computed, so .grad is"
+                " not complete. Call compute() of what postpone_weight_gradients() gave before the optimizer's step, or zero_grad()"
+                " to drop them."
+            )
         if self._held_back is not None:
             nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
             self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
@@ -116,6 +184,7 @@ class GradientReducer:
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         self.forget_cleared()
         held, self._held_back, self._witness = self._held_back, None, None
+        self.is_unwatched = bool(self._awaited)
         if held is None:
             return full
         held += full

@@ -29,7 +29,6 @@ class Enter(torch.autograd.Function):
     def forward(ctx: Any, call: BlockCall, leaf: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
-        ctx.leaf = leaf
         fulls = [view for group in call.groups for view in group.views()]
         ctx.mark_non_differentiable(*[full for full, s in zip(fulls, shards, strict=True) if not s.requires_grad])
         return torch.empty(0, device=shards[0].device), *fulls
@@ -37,7 +36,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:], leaf=ctx.leaf)
+        return None, None, *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:])
 
 
 class Leave(torch.autograd.Function):

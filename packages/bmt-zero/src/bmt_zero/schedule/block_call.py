@@ -12,9 +12,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bmt_core.modules.block_use import BlockUse
+from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.torch_internals import accumulates, backward_pass, when_backward_ends
-from bmt_zero.gradients.direct_linear import LayerRecomputation, Location
+from bmt_zero.gradients.direct_linear import LayerGradient, LayerRecomputation, Location
 from bmt_zero.gradients.full_gradients import FullGradients
+from bmt_zero.schedule.postponed_group import PostponedGroup
 from bmt_zero.schedule.sharded_block import ShardedBlock
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.sharding.parameter_slots import ParameterSlots, WholeParameters
@@ -35,7 +37,8 @@ class BlockCall:
     """Holds a block's whole parameters while one call needs them, and takes its gradients.
 
     ``use`` says which of the step's calls it is. ``foreign`` will hold the whole parameters, by id, that the block uses and
-    others shard. ``writes_directly``: linear layers may write their gradients where they are reduced from.
+    others shard. ``writes_directly``: linear layers may write their gradients where they are reduced from. ``leaf`` is the
+    empty leaf that tells an ordinary ``backward()``: see [Note: the two nodes].
     """
 
     def __init__(self, block: ShardedBlock, use: BlockUse) -> None:
@@ -46,6 +49,7 @@ class BlockCall:
         self.phase = Phase.REST
         self.foreign: dict[int, torch.Tensor] = {}
         self.writes_directly = True
+        self.leaf: torch.Tensor | None = None
         self.recomputation: weakref.ref[LayerRecomputation] | None = None
         self.input_hook: RemovableHandle | None = None
         self._is_holding = False  # what runs: the call's forward or backward
@@ -55,6 +59,9 @@ class BlockCall:
         self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
         self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # what backward has put into the modules
         self._full: dict[int, FullGradients] = {}
+        self._postponed: dict[
+            int, PostponedGroup
+        ] = {}  # by the number of the group, if the backward under way postpones
 
     @property
     def is_computing(self) -> bool:
@@ -114,20 +121,34 @@ class BlockCall:
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
         slots.put(whole)
         self._whole = slots, whole
+        self._postpone()
 
-    def destination(self, location: Location) -> tuple[torch.Tensor, bool] | None:
+    def _postpone(self) -> None:
+        """Keep the products that are gradients of weights: because a schedule asks for it, or to the end of the block's backward.
+
+        The latter where they are added to what is held back: only then it is known which gradients the pass is to add to.
+        """
+        if self.leaf is None or not accumulates(self.leaf):
+            return
+        for number, group in enumerate(self.groups):
+            adds = not self.use.last_backward and group.reducer.adds_products
+            if not group.group.is_hooked and (adds or postponing.gradients is not None):
+                self._postponed[number] = PostponedGroup(group, self.block.may_free_memory_of)
+
+    def take(self, location: Location, gradient: LayerGradient) -> bool:
         """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
         if not self.writes_directly or self.is_computing:
-            return None
-        return self._full_gradients(location.group).destination(location.position)
+            return False
+        if location.group in self._postponed:
+            self._postponed[location.group].take(location.position, gradient)
+            return True
+        return self._full_gradients(location.group).take(location.position, gradient)
 
-    def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, leaf: torch.Tensor) -> Any:
-        """Reduce the whole gradients; return those of the shards that autograd is to have. Collective.
-
-        ``leaf`` is the empty leaf that tells an ordinary ``backward()``: see [Note: the two nodes].
-        """
+    def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Any:
+        """Reduce the whole gradients, or postpone that; return those of the shards that autograd is to have. Collective."""
+        assert self.leaf is not None
         try:
-            return self._reduce(grads, needed, is_ordinary=accumulates(leaf))
+            return self._reduce(grads, needed, is_ordinary=accumulates(self.leaf))
         finally:
             self._end_backward()
 
@@ -147,6 +168,8 @@ class BlockCall:
         self.end()
         for group in self.groups:
             group.reducer.sum.finish()
+            if group.reducer.is_unwatched:
+                group.reducer.watch()
         self.block.run.prefetch.drop()
         self.block.run.in_flight.wait()
 
@@ -163,6 +186,7 @@ class BlockCall:
 
     def _end_backward(self) -> None:
         self._full.clear()
+        self._postponed = {}
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
             self.block.awaited_calls.discard(self.number)
@@ -228,22 +252,32 @@ class BlockCall:
     ) -> Sequence[torch.Tensor | None]:
         group = self.groups[number]
         gradient_sum = group.reducer.sum
-        full = self._full_gradients(number)
         parameters = group.group.parameters
         # Which leaves this pass adds to: all of them in backward(), none in autograd.grad(), some in backward(inputs=…).
         if is_ordinary:
             taking = [need and p.requires_grad for need, p in zip(needed, parameters, strict=True)]
         else:
             taking = [need and accumulates(p) for need, p in zip(needed, parameters, strict=True)]
+        postponed = self._postponed.get(number) if True in taking else None
+        if postponed is not None and postponing.gradients is not None:
+            postponed.end_backward(grads, taking, reduces=self.use.last_backward)
+            postponing.gradients.add(postponed)
+            return [None] * len(needed)
+        if postponed is not None:
+            postponed.end_backward(grads, taking, reduces=gradient_sum.is_taking)
+            postponed.check()
+            postponed.compute_in_pass()
+            return [None] * len(needed)
+        full = self._full_gradients(number)
         if True not in taking:
-            return gradient_sum.rounded(group.reduce_now(full.complete(grads, needed)), needed)
+            return gradient_sum.rounded(group.reduce_now(full.complete(grads, needed), completes=False), needed)
         flat = full.complete(grads, taking)
         if group.group.is_hooked:
-            return gradient_sum.seen_by_hooks(group.reduce_now(flat), taking)
+            return gradient_sum.seen_by_hooks(group.reduce_now(flat, completes=True), taking)
+        self._watch_end_of_pass()
         if not self.use.last_backward and not gradient_sum.is_taking:
             group.reducer.hold_back(flat, taking)
         else:
-            self._watch_end_of_pass()
             group.reduce(flat, taking)
         return [None] * len(needed)
 

@@ -11,9 +11,9 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.outermost_call import gather_once
+from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import has_gradient_hooks
-from bmt_zero.nested import map_tensors, tensors_in
 from bmt_zero.schedule.autograd_nodes import EndAtInputs, Enter, Leave
 from bmt_zero.schedule.block_call import BlockCall
 from bmt_zero.schedule.recomputation import Recomputation
@@ -93,6 +93,7 @@ class BlockEngine:
         if self._leaf is None:
             with torch.inference_mode(False):
                 self._leaf = torch.empty(0, requires_grad=True)
+        call.leaf = self._leaf
         token, *fulls = Enter.apply(call, self._leaf, *parameters)  # type: ignore[no-untyped-call]
         return token, WholeParameters(fulls, foreign)
 

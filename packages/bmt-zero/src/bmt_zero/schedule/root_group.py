@@ -55,7 +55,7 @@ class RootGroup(ShardedGroup):
         if is_taking and not is_missing and not self.group.is_hooked:
             self.reduce(full, wanted)
         else:
-            reduced = self.reduce_now(full)
+            reduced = self.reduce_now(full, completes=is_taking)
             if is_missing:  # see [Note: gradients that are missing]
                 present = self.group.present(reduced)
                 wanted = [want and there for want, there in zip(wanted, present, strict=True)]

@@ -131,10 +131,10 @@ class ShardedGroup:
         self._expect_update()
         self.reducer.reduce(full, needed)
 
-    def reduce_now(self, full: torch.Tensor) -> torch.Tensor:
+    def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
         """See :meth:`GradientReducer.reduce_now`. Collective."""
         self._expect_update()
-        return self.reducer.reduce_now(full)
+        return self.reducer.reduce_now(full, completes=completes)
 
     def _expect_update(self) -> None:
         # What follows a reduction is an update, by whomever; that it was reduced is known to every rank alike.

@@ -1,0 +1,59 @@
+"""Pipelines over NCCL, against one process in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from delays import PLACES, Where, delayed
+from pipeline_trainings import GRIDS, Record, compare, expected, listed, on_grid, scheduled
+from test_pipeline_step import FORMS, LAYERS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def delayed_training(where: Where, *arguments: Any) -> Record:
+    layers, level, form = arguments
+    schedule, options = FORMS[form]
+    with delayed(where):
+        return scheduled(layers, level, False, schedule, 4, **options)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("form", ["gpipe", "1f1b", "zero-bubble, v"])
+def test_delays_change_nothing(form: str, where: Where) -> None:
+    for record in on_grid("pp 2", delayed_training, where, LAYERS, 1, form, init={"device": "cuda"}):
+        compare(record, expected(LAYERS))
+
+
+@pytest.mark.parametrize("backend", ["torch", "nccl-native"])
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_pipelined_list_trains_as_plain_torch(micro_batches: int, level: int, backend: str) -> None:
+    init = {"device": "cuda", "comm_backend": backend}
+    for record in on_grid("pp 2", listed, 5, level, True, micro_batches=micro_batches, init=init):
+        compare(record, expected(5))
+
+
+@pytest.mark.parametrize("backend", ["torch", "nccl-native"])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, use_checkpoint: bool, backend: str) -> None:
+    schedule, options = FORMS[form]
+    init = {"device": "cuda", "comm_backend": backend}
+    for record in on_grid("pp 2", scheduled, LAYERS, 3, use_checkpoint, schedule, 8, init=init, **options):
+        compare(record, expected(LAYERS))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("grid", ["pp 4", "pp 2 x dp 2"])
+def test_on_four_gpus(grid: str, form: str) -> None:
+    if torch.cuda.device_count() < GRIDS[grid][0]:
+        pytest.skip(f"needs {GRIDS[grid][0]} GPUs")
+    schedule, options = FORMS[form]
+    for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, 8, init={"device": "cuda"}, **options):
+        compare(record, expected(LAYERS))

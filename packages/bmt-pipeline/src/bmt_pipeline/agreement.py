@@ -1,0 +1,52 @@
+"""What the stages of a pipeline agree upon before and after they compute: the shapes of a step, and whether a stage has failed."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from typing import NoReturn
+
+import torch
+
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.comm.protocols import Group
+from bmt_core.errors import BmtError, RemoteError
+
+_OF_EACH = 2  # the numbers that each stage tells the others
+
+
+def agreed_key(group: Group, text: str, problem: Exception | None = None) -> tuple[int, ...]:
+    """Return what identifies the texts of all stages, in their order. Collective over ``group``, a pipeline.
+
+    If a stage has a ``problem``, that stage raises it, and the others an error that says so.
+    """
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    told = _tell(group, number, problem is not None)
+    if any(told[1::_OF_EACH]):
+        _raise(group, problem, "the arguments of")
+    return tuple(told[::_OF_EACH])
+
+
+def raise_together(group: Group, error: Exception | None, has_failed: bool) -> None:
+    """If any stage has failed, raise on all: its error on that stage, with its traceback on the others. Collective."""
+    if any(_tell(group, 0, has_failed)[1::_OF_EACH]):
+        _raise(group, error, "the computation of")
+
+
+def _tell(group: Group, number: int, flag: bool) -> list[int]:
+    told = torch.empty(group.size * _OF_EACH, dtype=torch.int64)
+    group.all_gather(told, torch.tensor([number, flag])).wait()
+    return told.tolist()
+
+
+def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:
+    report = None
+    if error is not None:
+        is_ours = isinstance(error, BmtError)
+        text = str(error) if is_ours else "".join(traceback.format_exception(error))
+        report = (type(error) if is_ours else RemoteError, text)
+    reports = all_gather_object(report, group)
+    if error is not None:
+        raise error
+    stage, (kind, text) = next((stage, found) for stage, found in enumerate(reports) if found is not None)
+    raise kind(f"Stage {stage} of the pipeline (rank {group.ranks[stage]}) failed in {what} a step: {text}")

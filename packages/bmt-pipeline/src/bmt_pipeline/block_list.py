@@ -1,0 +1,256 @@
+"""``PipelineTransformerBlockList``: a list of layers that is divided over the stages of a pipeline."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.errors import ConfigError
+from bmt_core.modules.block_use import Scheduled, make_block
+from bmt_core.modules.layer_list import LayerList
+from bmt_core.params.own_parameters import own_axes
+from bmt_core.params.parameter import DistributedParameter, local_along
+from bmt_core.run.runtime import current
+from bmt_pipeline.agreement import agreed_key
+from bmt_pipeline.batch_rows import move_rows
+from bmt_pipeline.layer_split import split_layers
+from bmt_pipeline.payload import Layout
+from bmt_pipeline.pipeline_ranks import AXIS, num_stages, own_stage, pipeline_group
+from bmt_pipeline.pipelined_call import LayersOfStage, PipelinedCall
+from bmt_pipeline.schedules import Placement, Schedule
+from bmt_pipeline.schedules.gpipe import gpipe
+from bmt_pipeline.stage_runner import Layouts
+from bmt_pipeline.transfers import Transfers
+from bmt_pipeline.whole_batch import Arguments, BatchShape, WholeBatch
+
+Layer = nn.Module | Callable[[], nn.Module]
+"""A module, or a function without arguments that makes one."""
+
+
+class PipelineTransformerBlockList(LayerList):
+    """The layers of ``TransformerBlockList``, of which each stage of the pipeline holds and computes its own.
+
+    It is called as that list is: every rank passes its own batch and gets the outputs of its own batch. The ranks of a
+    pipeline send their batches to the first stage, all of them pass the stages in ``num_micro_batches`` micro-batches
+    (:func:`init_distributed`; default ``pipe_size``), and the last stage sends each rank its outputs, as GPipe does (Huang et al.
+    2019): all forwards in the call, all backwards in its backward. What comes before and after the list stays data parallel.
+
+    ``modules``: raw modules become Blocks of the package that makes them (bmt-zero), local to the stage; a Block must have been made
+    with ``mode="PIPE"`` (AssertionError otherwise); a function without arguments is called on the stage of the layer alone, under
+    random numbers of its own, so that its values are the same for any number of stages, and nothing else of the model is made there.
+    Of ready modules a stage keeps its own. Parameters are named by the layer's number in the whole list, so files fit any grid.
+    ``num_hidden``: how many leading arguments flow through, see :class:`TransformerBlockList`.
+
+    ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models). ``costs``, one number per layer in
+    any unit, balances the stages by their largest sum; otherwise the first ``len(modules) % pipe_size`` stages have one layer more.
+    ``chunks`` and ``placement`` cut the list into ``pipe_size * chunks`` parts, for schedules that want several per stage: see
+    :func:`train_step`.
+
+    Making it is collective where a module's parameters were sharded before. Raises :class:`ConfigError` for fewer layers than parts,
+    and for a module that stands on two stages. With ``pipe_size`` 1 it is the ordinary list.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[Layer],
+        num_hidden: int = 1,
+        *,
+        batch_dim: int = 0,
+        costs: Sequence[float] | None = None,
+        chunks: int = 1,
+        placement: str | Placement = Placement.LOOP,
+    ) -> None:
+        super().__init__(num_hidden)
+        members = list(modules)
+        self.batch_dim = batch_dim
+        self.chunks = chunks
+        self.placement = Placement(placement)
+        self.stages, self.stage_id, self.pipe_idx = num_stages(), own_stage(), current().topology.pipe_idx
+        self._total = len(members)
+        self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
+        self._layouts: dict[tuple[object, ...], Layouts] = {}
+        self._transfers: dict[tuple[tuple[int, int], ...], Transfers] = {}
+        for index, layer in _own_layers(members, self.get_range_by_stage_id(self.stage_id), self.stages):
+            self.add_module(str(index), layer)
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """The numbers of this stage's layers in the whole list."""
+        return self.get_range_by_stage_id(self.stage_id)
+
+    def __len__(self) -> int:
+        """Return the number of layers of all stages; iteration goes over those of this stage."""
+        return self._total
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return layers by their number in the whole list; IndexError for one of another stage."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._total))]
+        number = range(self._total)[int(index)]
+        if str(number) not in self._modules:
+            raise IndexError(
+                f"Layer {number} lies on stage {self.get_stage_by_layer_id(number)}, and this rank has stage {self.stage_id}, with"
+                f" the layers {self.layer_ids}."
+            )
+        return self._modules[str(number)]
+
+    def get_range_by_stage_id(self, stage_id: int) -> list[int]:
+        """Return the numbers of the layers of a stage."""
+        parts = [self.placement.part_of(stage_id, chunk, self.stages) for chunk in range(self.chunks)]
+        return [layer for part in parts if self._split for layer in self._split[part]]
+
+    def get_part_len_by_stage_id(self, stage_id: int) -> int:
+        """Return the number of layers of a stage."""
+        return len(self.get_range_by_stage_id(stage_id))
+
+    def get_stage_by_layer_id(self, layer_id: int) -> int:
+        """Return the stage of a layer."""
+        return next(stage for stage in range(self.stages) if layer_id in self.get_range_by_stage_id(stage))
+
+    def layers_of_chunks(self) -> list[list[nn.Module]]:
+        """Return this stage's layers, by chunk."""
+        parts = [self.placement.part_of(self.stage_id, chunk, self.stages) for chunk in range(self.chunks)]
+        return [[self[layer] for layer in self._split[part]] for part in parts]
+
+    def transfers(self, schedule: Schedule) -> Transfers:
+        """Return what sends to and receives from the neighbours. Collective over the pipeline at the first call of a schedule."""
+        edges = edges_of(schedule)
+        if edges not in self._transfers:
+            self._transfers[edges] = Transfers(edges)
+        return self._transfers[edges]
+
+    def forward(
+        self,
+        *args: Any,
+        batch_related: Sequence[int] = (),
+        return_hidden_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run all layers on this rank's batch. Collective over the pipeline; all its ranks pass tensors of the same shapes.
+
+        Returns what :meth:`TransformerBlockList.forward` returns. Extra tensors whose dim 0 is the batch go with their rows;
+        others go whole with the rows of the rank that passes them. ``batch_related`` names those positional arguments after the
+        hidden states whose dim 0 is the batch, where that cannot be told from sizes.
+
+        Raises :class:`ConfigError` if the batch cannot be divided into micro-batches and if ranks pass different shapes, on all
+        ranks; if a stage fails, its error there and :class:`RemoteError` with its traceback elsewhere.
+        """
+        if self.stages == 1 or not self._total:
+            return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
+        group = pipeline_group()
+        micro_batches = current().settings.num_micro_batches or self.stages
+        problem: Exception | None = None
+        text = ""
+        try:
+            arguments = Arguments(*self.split_arguments(args), kwargs)
+            shape = BatchShape.of(arguments, self.stages, micro_batches, self.batch_dim, batch_related or None)
+            text = f"{Layout(arguments).text()} {shape} {torch.is_grad_enabled()} {return_hidden_states}"
+        except Exception as error:
+            problem = error
+        key = agreed_key(group, text, problem)
+        _check_equal(key, text)
+        schedule = gpipe(self.stages, micro_batches, self.chunks, placement=self.placement)
+        last = schedule.parts - 1
+        parts = [
+            LayersOfStage(
+                layers, is_last=schedule.part_of(self.stage_id, chunk) == last, keeps_states=return_hidden_states
+            )
+            for chunk, layers in enumerate(self.layers_of_chunks())
+        ]
+        batch = WholeBatch(arguments, shape, group)
+        layouts = self._layouts.pop(key, {})
+        call = PipelinedCall(schedule, parts, batch, self.transfers(schedule), layouts)
+        made = call.run(torch.is_grad_enabled())
+        self._layouts[key] = layouts  # not of a call that has failed
+        return self._own_results(made, schedule, shape.rows)
+
+    def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
+        """Return the results of this rank's batch out of those that each stage has of all batches."""
+        group, source = pipeline_group(), schedule.place_of(schedule.parts - 1)[0]
+        sent = [rows if self.stage_id == source else 0] * self.stages
+        received = [rows if stage == source else 0 for stage in range(self.stages)]
+        count = self.num_hidden
+        hidden = [move_rows(x, sent, received, group).movedim(0, self.batch_dim) for x in made[:count]]
+        lengths = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
+        order = [layer for stage in range(self.stages) for layer in self.get_range_by_stage_id(stage)]
+        for x in made[count:]:
+            sent = [lengths[self.stage_id] * rows] * self.stages
+            moved = move_rows(x, sent, [length * rows for length in lengths], group)
+            state = torch.unflatten(moved, 0, (self._total, rows))
+            if order != sorted(order):
+                state = state[torch.tensor(order, device=state.device).argsort()]
+            hidden.append(state.movedim(1, self.batch_dim + 1))
+        return hidden[0] if len(hidden) == 1 else tuple(hidden)
+
+
+@functools.lru_cache
+def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of stages of which the first sends to the second."""
+    stages = range(schedule.stages)
+    return tuple((source, other) for source in stages for other in stages if schedule.sends(source, other))
+
+
+def _check_equal(key: Sequence[int], text: str) -> None:
+    """Raise on all ranks of the pipeline if they pass different shapes."""
+    if len(set(key)) == 1:
+        return
+    group = pipeline_group()
+    texts = all_gather_object(text, group)
+    other = next(stage for stage, number in enumerate(key) if number != key[0])
+    raise ConfigError(
+        f"All ranks of a pipeline pass arguments of the same shapes, and rank {group.ranks[0]} passes {texts[0]}, rank"
+        f" {group.ranks[other]} {texts[other]}. Pad the batches to one shape."
+    )
+
+
+def _own_layers(members: Sequence[Layer], own: Sequence[int], stages: int) -> Iterable[tuple[int, nn.Module]]:
+    """Yield this stage's layers as Blocks, with their numbers."""
+    blocks = [member for member in members if isinstance(member, nn.Module) and isinstance(member, Scheduled)]
+    assert len(blocks) == len({id(block) for block in blocks}), (
+        "A Block stands twice in this list. Pass the raw module twice to share its parameters."
+    )
+    for block in blocks:
+        assert block._mode == "PIPE" or stages == 1, (
+            'A Block in a PipelineTransformerBlockList is made with mode="PIPE": its parameters lie on one stage.'
+        )
+    _check_not_on_two_stages(members, own)
+    draw = int(torch.randint(2**62, ())) if any(not isinstance(member, nn.Module) for member in members) else 0
+    for index, member in enumerate(members):
+        if isinstance(member, nn.Module):
+            layer = _as_block(member) if index in own or _is_sharded_over_stages(member) else member
+        elif index in own:
+            layer = _as_block(_made(member, draw + index))
+        if index in own:
+            yield index, layer
+
+
+def _as_block(module: nn.Module) -> nn.Module:
+    return module if isinstance(module, Scheduled) else make_block(module, local_axes=(AXIS,))
+
+
+def _is_sharded_over_stages(module: nn.Module) -> bool:
+    """Whether other stages hold parts of the parameters, so that all ranks take part in gathering them for the stage of the layer."""
+    parameters = list(module.parameters())
+    return any(isinstance(p, DistributedParameter) for p in parameters) and AXIS not in own_axes(parameters)
+
+
+def _made(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    device = current().device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), local_along((AXIS,)):
+        torch.manual_seed(seed)
+        return factory()
+
+
+def _check_not_on_two_stages(members: Sequence[Layer], own: Sequence[int]) -> None:
+    for member in members:
+        indices = [index for index, other in enumerate(members) if other is member]
+        if isinstance(member, nn.Module) and len({index in own for index in indices}) == 2:
+            raise ConfigError(
+                f"{type(member).__name__} stands in the list as layers {indices}, which lie on several stages. Layers that share"
+                " parameters lie on one stage: change the number of stages or give costs."
+            )

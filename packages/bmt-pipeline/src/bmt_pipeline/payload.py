@@ -1,0 +1,55 @@
+"""What travels between stages: tensors inside nested containers, and how they are laid out in them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bmt_core.nested import map_tensors, tensors_in
+
+
+class Layout:
+    """A nested value without the contents of its tensors: shapes, dtypes, which of them need gradients, and all that is no tensor.
+
+    Two values have the same layout if their layouts compare equal. It can be sent.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = map_tensors(_empty, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self.text() == other.text()
+
+    def __hash__(self) -> int:
+        return hash(self.text())
+
+    def __repr__(self) -> str:
+        parts = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors()]
+        return ", ".join(parts) or "no tensor"
+
+    def text(self) -> str:
+        """Return a text that is the same for equal layouts, on all ranks."""
+        text = repr(self._value)
+        return pickle.dumps(self._value).hex() if " at 0x" in text else text  # the address of an object says nothing
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return a tensor without memory for each tensor, in order."""
+        return tensors_in(self._value)
+
+    def differentiable(self) -> list[torch.Tensor]:
+        """Return those of :meth:`tensors` that need gradients."""
+        return [tensor for tensor in self.tensors() if tensor.requires_grad]
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the value with ``tensors`` in it."""
+        remaining = iter(tensors)
+        return map_tensors(lambda _: next(remaining), self._value)
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)

@@ -1,0 +1,23 @@
+"""The ranks of one pipeline: one of each stage, with the same place along all other axes of the grid."""
+
+from __future__ import annotations
+
+from bmt_core.comm.protocols import Group
+from bmt_core.run.runtime import current
+
+AXIS = "pp"
+
+
+def pipeline_group() -> Group:
+    """Return the group of this rank's pipeline; its rank s is stage s."""
+    return current().topology.group((AXIS,))
+
+
+def num_stages() -> int:
+    """Number of stages; 1 without ``pipe_size``."""
+    return current().topology.axis_size(AXIS)
+
+
+def own_stage() -> int:
+    """The stage that this rank computes."""
+    return current().topology.axis_rank(AXIS)

@@ -1,0 +1,198 @@
+"""``PipelinedCall``: one call of a list of layers on the batches of all ranks of a pipeline, by GPipe.
+
+All forwards run in the call and all backwards in its backward: the loss comes after the list, so no other order is possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from bmt_core.comm.objects import broadcast_object
+from bmt_core.modules.layer_list import States, run_layers
+from bmt_core.nested import tensors_in
+from bmt_core.run.runtime import current
+from bmt_pipeline.agreement import raise_together
+from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
+from bmt_pipeline.schedules import Kind, Schedule
+from bmt_pipeline.stage_runner import Layouts, StageRunner
+from bmt_pipeline.transfers import Transfers
+from bmt_pipeline.whole_batch import Arguments, WholeBatch
+
+
+class LayersOfStage:
+    """A part of the list. What it passes on are the hidden states and, for the parts behind it, all other arguments."""
+
+    def __init__(self, layers: Sequence[nn.Module], *, is_last: bool, keeps_states: bool) -> None:
+        self.blocks = layers
+        self.states: dict[int, list[torch.Tensor]] = {}
+        """By micro-batch: the inputs of the layers, stacked, one tensor per hidden state."""
+        self.state_gradients: dict[int, list[torch.Tensor]] = {}
+        self._is_last = is_last
+        self._keeps_states = keeps_states
+
+    def forward(self, micro_batch: int, inputs: Arguments) -> Any:
+        """See :class:`bmt_pipeline.stage_runner.Part`."""
+        states: States | None = [] if self._keeps_states else None
+        hidden = run_layers(self.blocks, inputs.hidden, inputs.rest, inputs.kwargs, states)
+        if states is not None:
+            self.states[micro_batch] = [torch.stack(of_hidden) for of_hidden in zip(*states, strict=True)]
+        return hidden if self._is_last else Arguments(hidden, inputs.rest, inputs.kwargs)
+
+    def kept(self, micro_batch: int) -> list[torch.Tensor]:
+        return [state for state in self.states.get(micro_batch, ()) if state.requires_grad]
+
+    def kept_gradients(self, micro_batch: int) -> list[torch.Tensor]:
+        pairs = zip(self.states.pop(micro_batch, ()), self.state_gradients.pop(micro_batch, ()), strict=True)
+        return [grad for state, grad in pairs if state.requires_grad]
+
+
+class PipelinedCall:
+    """The call with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: Sequence[LayersOfStage],
+        batch: WholeBatch,
+        transfers: Transfers,
+        layouts: Layouts,
+    ) -> None:
+        self._schedule = schedule
+        self._parts = parts
+        self._batch = batch
+        self._batch_dim = batch.shape.batch_dims[0] or 0  # of the hidden states
+        self._group = pipeline_group()
+        self._is_last = own_stage() == schedule.place_of(schedule.parts - 1)[0]
+        self._layouts = layouts
+        self._inputs = [tensor.detach() for tensor in batch.tensors]
+        self._input_gradients: list[torch.Tensor | None] = []
+        self._outputs: dict[int, Any] = {}
+        self._output_gradients: list[torch.Tensor] = []
+        self._runner = StageRunner(schedule, own_stage(), parts, self, transfers, layouts)
+        order = schedule.orders[own_stage()]
+        self._forwards = [action for action in order if action.kind is Kind.FORWARD]
+        self._backwards = [action for action in order if action.kind is not Kind.FORWARD]
+
+    def run(self, needs_gradients: bool) -> list[torch.Tensor]:
+        """Return the rows that the layers make of the whole batch, on the last stage; without rows on the others.
+
+        One tensor per tensor of the last layer's hidden states, and then one per hidden state with the inputs of this stage's layers,
+        if they are kept: rows of (rank, layer, row of the rank).
+        """
+        if not needs_gradients:
+            return self._run_forward()
+        leaf = torch.empty(0, requires_grad=True)
+        made: Any = _Differentiable.apply(self, leaf, *self._batch.tensors)  # type: ignore[no-untyped-call]
+        return list(made)
+
+    def inputs(self, micro_batch: int) -> Any:
+        """See :class:`bmt_pipeline.stage_runner.Ends`."""
+        arguments = self._batch.micro_batch(self._inputs, micro_batch)
+        for tensor, whole in zip(tensors_in(arguments), self._batch.tensors, strict=True):
+            tensor.requires_grad_(whole.requires_grad and torch.is_grad_enabled())
+        return arguments
+
+    def take_output(self, micro_batch: int, output: Any) -> None:
+        self._outputs[micro_batch] = output
+
+    def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
+        rows = self._batch.rows_of(micro_batch)
+        outputs = tensors_in(self._outputs.pop(micro_batch))
+        dim = self._batch_dim
+        pairs = zip(outputs, self._output_gradients, strict=True)
+        return [grad[rows].movedim(0, dim) for output, grad in pairs if output.requires_grad]
+
+    def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        remaining = iter(gradients)
+        for index, (whole, dim) in enumerate(zip(self._batch.tensors, self._batch.shape.batch_dims, strict=True)):
+            grad = next(remaining) if whole.requires_grad else None
+            if grad is None:
+                continue
+            total = self._input_gradients[index]
+            if total is None:
+                total = self._input_gradients[index] = torch.zeros_like(whole)
+            if dim is None:
+                total[self._batch.ranks_of(micro_batch)[0]] += grad
+            else:
+                total[self._batch.rows_of(micro_batch)] = grad.movedim(dim, 0)
+
+    def _run_forward(self) -> list[torch.Tensor]:
+        runner, parts = self._runner, self._schedule.parts
+        is_new = parts not in self._layouts
+        runner.run(self._forwards)
+        runner.end()
+        raise_together(self._group, runner.error, runner.has_failed)
+        if is_new:
+            source = self._schedule.place_of(parts - 1)[0]
+            self._layouts[parts] = broadcast_object(self._layouts.get(parts), self._group, source)
+        layout = self._layouts[parts]
+        assert layout is not None
+        made = [self._joined(index, like.movedim(self._batch_dim, 0)) for index, like in enumerate(layout.tensors())]
+        return made + self._joined_states()
+
+    def run_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the gradients of the whole batch, given those of what :meth:`run` returned. Collective."""
+        layout = self._layouts[self._schedule.parts]
+        assert layout is not None
+        count = len(layout.tensors())
+        self._output_gradients = list(grads[:count])
+        self._divide_state_gradients(grads[count:])
+        self._input_gradients = [None] * len(self._inputs)
+        runner = self._runner
+        runner.run(self._backwards)
+        runner.end()
+        raise_together(self._group, runner.error, runner.has_failed)
+        return self._input_gradients
+
+    def _joined(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        if not self._is_last:
+            return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=current().device)
+        outputs = [tensors_in(self._outputs[number])[index] for number in range(self._schedule.micro_batches)]
+        return torch.cat([output.detach().movedim(self._batch_dim, 0) for output in outputs])
+
+    def _joined_states(self) -> list[torch.Tensor]:
+        """Return, per hidden state, rows of (rank, layer of this stage, row of the rank)."""
+        shape, dim = self._batch.shape, self._batch_dim
+        by_part = [
+            [
+                torch.cat([s.detach().movedim(dim + 1, 1) for s in of_hidden], 1)
+                for of_hidden in zip(*states, strict=True)
+            ]
+            for part in self._parts
+            if (states := [part.states[number] for number in sorted(part.states)])
+        ]
+        joined = [torch.cat(of_hidden) for of_hidden in zip(*by_part, strict=True)]
+        return [torch.unflatten(s, 1, (shape.ranks, shape.rows)).transpose(0, 1).flatten(0, 2) for s in joined]
+
+    def _divide_state_gradients(self, grads: Sequence[torch.Tensor]) -> None:
+        shape, dim = self._batch.shape, self._batch_dim
+        lengths = [len(part.blocks) for part in self._parts]
+        sizes = (shape.ranks, sum(lengths), shape.rows)
+        by_layer = [torch.unflatten(grad, 0, sizes).transpose(0, 1).flatten(1, 2) for grad in grads]
+        by_hidden = [torch.split(layers, lengths) for layers in by_layer]
+        for number, part in enumerate(self._parts):
+            for micro_batch in part.states:
+                rows = self._batch.rows_of(micro_batch)
+                part.state_gradients[micro_batch] = [g[number][:, rows].movedim(1, dim + 1) for g in by_hidden]
+
+
+class _Differentiable(torch.autograd.Function):
+    """(call, leaf, whole batch…) -> what the call makes…"""
+
+    @staticmethod
+    def forward(ctx: Any, call: PipelinedCall, leaf: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        with torch.enable_grad():
+            made = call._run_forward()
+        ctx.mark_non_differentiable(*[tensor for tensor in made if not tensor.is_floating_point()])
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.call.run_backward(grads)

@@ -1,0 +1,24 @@
+"""What this package gives to bmt's registry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.settings import MeshAxis, RunSettings
+from bmt_pipeline.cli import pipeline_plan
+from bmt_pipeline.pipeline_ranks import AXIS
+
+
+@hookimpl
+def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
+    """Add the axis of ``pipe_size`` stages that compute one model together, the outermost one."""
+    return [MeshAxis(AXIS, config.pipe_size, 0)] if config.pipe_size > 1 else []
+
+
+@hookimpl
+def bmt_cli_commands() -> Sequence[click.Command]:
+    """Add ``bmt pipeline-plan``."""
+    return [pipeline_plan]

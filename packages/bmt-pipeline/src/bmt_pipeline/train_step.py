@@ -1,0 +1,213 @@
+"""``train_step``: one step of a pipeline with the loss inside, so that backwards begin before all forwards are over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from bmt_core.errors import ConfigError
+from bmt_core.modules.layer_list import run_layers
+from bmt_core.modules.outermost_call import gather_as_leaves, module_call
+from bmt_core.nested import map_tensors, tensors_in
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current
+from bmt_pipeline.agreement import agreed_key, raise_together
+from bmt_pipeline.block_list import PipelineTransformerBlockList
+from bmt_pipeline.payload import Layout
+from bmt_pipeline.pipeline_model import PipelineModel, as_tuple
+from bmt_pipeline.pipeline_ranks import pipeline_group
+from bmt_pipeline.schedules import Schedule, make_schedule
+from bmt_pipeline.stage_runner import StageRunner
+from bmt_pipeline.whole_batch import Arguments
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class ScalesLoss(Protocol):
+    """An ``OptimManager``."""
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss`` times the loss scale, divided so that summed gradients are those of the global mean loss."""
+
+
+def train_step(
+    model: PipelineModel,
+    loss_fn: Loss,
+    batch: tuple[Any, Any],
+    schedule: str | Schedule = "1f1b",
+    num_micro_batches: int | None = None,
+    *,
+    manager: ScalesLoss | None = None,
+) -> torch.Tensor:
+    """Run forward and backward of one batch through the stages by ``schedule``; return its mean loss, on every rank.
+
+    ``batch`` is (inputs, targets), one per pipeline: all ranks of a pipeline may pass it, the first stage reads the inputs and the
+    stage of the last layer the targets; others may pass None for what they do not read. Inputs, a tensor or a tuple, go to
+    ``model.before_layers``. Both are divided into ``num_micro_batches`` (default: that of :func:`init_distributed`, else the number of
+    stages) along dim 0. ``loss_fn(output, targets)`` returns the mean of a micro-batch; the loss of the batch is the mean of those.
+
+    Schedules: ``"1f1b"`` and ``"gpipe"``; ``"zero-bubble"``, which computes weight gradients when a stage would wait; for a list of
+    layers made with ``chunks=2`` or more ``"interleaved"``, and with ``chunks=2, placement="v"`` ``"zero-bubble"``; or a
+    :class:`Schedule`. Each docstring in ``bmt_pipeline.schedules`` says its bubble and memory.
+
+    Gradients are added to ``.grad`` as those of ``manager.backward(loss)`` would be, with the manager's scale and division; without
+    a manager they are those of ``loss.backward()`` on every rank, sums over all ranks. Then clip and step as usual::
+
+        loss = train_step(model, loss_fn, (ids, targets), "1f1b", num_micro_batches=8, manager=optim_manager)
+        optim_manager.step()
+
+    Collective over all ranks. Raises :class:`ConfigError` on all ranks of a pipeline if the batch cannot be divided or the schedule is
+    not defined for these sizes; if a stage fails, its error there and :class:`RemoteError` with its traceback elsewhere.
+    """
+    if not isinstance(model, PipelineModel):
+        raise TypeError(
+            f"train_step runs a PipelineModel, not {type(model).__name__}: derive the model from it, and say what comes before and"
+            " after the layers."
+        )
+    layers = model.pipelined_layers()
+    count = num_micro_batches or current().settings.num_micro_batches or layers.stages
+    made = make_schedule(schedule, layers.stages, count, layers.chunks)
+    _check_placement(made, layers)
+    group = pipeline_group()
+    problem: Exception | None = None
+    text = ""
+    try:
+        step = _Step(model, layers, loss_fn, batch, made, manager)
+        text = step.text
+    except Exception as error:
+        problem = error
+    key = ("train_step", made.name, count, *agreed_key(group, text, problem))
+    with module_call(model), torch.enable_grad():
+        return step.run(layers._layouts, key)
+
+
+class _Step:
+    """One step on this rank's stage; gives the first part its inputs and takes the losses."""
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        layers: PipelineTransformerBlockList,
+        loss_fn: Loss,
+        batch: tuple[Any, Any],
+        schedule: Schedule,
+        manager: ScalesLoss | None,
+    ) -> None:
+        self.losses: dict[int, torch.Tensor] = {}
+        self._model = model
+        self._layers = layers
+        self._loss_fn = loss_fn
+        self._schedule = schedule
+        self._manager = manager
+        stage, last = layers.stage_id, schedule.place_of(schedule.parts - 1)[0]
+        count = schedule.micro_batches
+        self._inputs = _micro_batches(as_tuple(batch[0]), count, "inputs") if stage == 0 else []
+        self._targets = _micro_batches(batch[1], count, "targets") if stage == last else []
+        self.text = " ".join(Layout(part[0]).text() for part in (self._inputs, self._targets) if part)
+
+    def run(self, known: dict[tuple[object, ...], Any], key: tuple[object, ...]) -> torch.Tensor:
+        """Run the schedule; return the mean loss."""
+        layers, schedule, group = self._layers, self._schedule, pipeline_group()
+        outside = [p for p in self._model.parameters() if isinstance(p, DistributedParameter) and not p._in_block]
+        pairs = gather_as_leaves(outside)
+        layouts = known.pop(key, {})
+        parts = [
+            _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
+            for chunk, blocks in enumerate(layers.layers_of_chunks())
+        ]
+        runner = StageRunner(schedule, layers.stage_id, parts, self, layers.transfers(schedule), layouts)
+        runner.run(schedule.orders[layers.stage_id])
+        runner.end()
+        raise_together(group, runner.error, runner.has_failed)
+        known[key] = layouts  # not of a step that has failed
+        trained = [(whole, leaf) for whole, leaf in pairs if whole.requires_grad]
+        if trained:
+            # All ranks take part, those too whose stage has not used a parameter.
+            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in trained]
+            torch.autograd.backward([whole for whole, _ in trained], grads)
+        return self._mean_loss()
+
+    def compute(self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any) -> Any:
+        """Run one part of the model: its layers, and what the model has before the first or after the last of them."""
+        if part == 0:
+            called = self._layers.split_arguments(as_tuple(self._model.before_layers(*inputs)))
+            inputs = Arguments(*called, {})
+        hidden = run_layers(blocks, inputs.hidden, inputs.rest, inputs.kwargs)
+        if part < self._schedule.parts - 1:
+            return Arguments(hidden, inputs.rest, inputs.kwargs)
+        loss = self._loss_fn(self._model.after_layers(*hidden), self._targets[micro_batch])
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            raise ValueError(f"loss_fn returns a tensor without dims that has a gradient, not {loss!r}.")
+        self.losses[micro_batch] = loss.detach()
+        # Of the mean over micro-batches; and the manager divides by all ranks, those of a pipeline included.
+        scaled = loss if self._manager is None else self._manager.scale_loss(loss)
+        return scaled * (self._schedule.stages / self._schedule.micro_batches)
+
+    def inputs(self, micro_batch: int) -> Any:
+        """See :class:`bmt_pipeline.stage_runner.Ends`."""
+        return self._inputs[micro_batch]
+
+    def take_output(self, micro_batch: int, output: Any) -> None:
+        pass
+
+    def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
+        return [torch.ones_like(self.losses[micro_batch])]
+
+    def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        pass
+
+    def _mean_loss(self) -> torch.Tensor:
+        group, device = pipeline_group(), current().device
+        own = [self.losses[number].float() for number in sorted(self.losses)]
+        mean = torch.stack(own).mean() if own else torch.zeros((), device=device)
+        group.broadcast(mean, self._schedule.place_of(self._schedule.parts - 1)[0]).wait()
+        return mean
+
+
+class _Part:
+    """See :class:`bmt_pipeline.stage_runner.Part`."""
+
+    def __init__(self, step: _Step, blocks: Sequence[torch.nn.Module], part: int) -> None:
+        self.blocks = blocks
+        self._step = step
+        self._part = part
+
+    def forward(self, micro_batch: int, inputs: Any) -> Any:
+        return self._step.compute(self._part, self.blocks, micro_batch, inputs)
+
+    def kept(self, micro_batch: int) -> list[torch.Tensor]:
+        return []
+
+    def kept_gradients(self, micro_batch: int) -> list[torch.Tensor]:
+        return []
+
+
+def _micro_batches(value: Any, count: int, what: str) -> list[Any]:
+    """Divide every tensor in ``value`` along dim 0."""
+    tensors = tensors_in(value)
+    if not tensors:
+        raise ConfigError(f"This stage needs the {what} of the batch, and got none: pass (inputs, targets).")
+    rows = tensors[0].shape[0] if tensors[0].dim() else 0
+    if any(tensor.dim() == 0 or tensor.shape[0] != rows for tensor in tensors):
+        raise ConfigError(f"All tensors in the {what} have the batch as dim 0, and these are {Layout(value)}.")
+    if rows == 0 or rows % count:
+        raise ConfigError(
+            f"The {what} have {rows} rows, which cannot be divided into num_micro_batches={count} equal parts."
+            " Change the batch or num_micro_batches."
+        )
+    divided = [iter(tensor.detach().chunk(count)) for tensor in tensors]
+    made = []
+    for _ in range(count):
+        parts = iter([next(of_tensor) for of_tensor in divided])
+        made.append(map_tensors(lambda _, parts=parts: next(parts), value))  # type: ignore[misc]
+    return made
+
+
+def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -> None:
+    if schedule.placement is not layers.placement and schedule.chunks > 1:
+        raise ConfigError(
+            f"The schedule {schedule.name!r} with chunks={schedule.chunks} needs the placement {schedule.placement.value!r}, and the list"
+            f" of layers has {layers.placement.value!r}. Make it with placement={schedule.placement.value!r}."
+        )

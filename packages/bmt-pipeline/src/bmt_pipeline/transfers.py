@@ -1,0 +1,135 @@
+"""``Transfers``: tensors that go from stage to stage, beside the computation.
+
+[Note: one lane per edge] Each directed edge, from a stage to one of its two neighbours, has a lane of its own: a stream and a
+communicator. In it, the sender sends and the receiver receives in one order, that in which the sender computes, which both know
+from the schedule. So nothing that travels waits for something that travels elsewhere, and no order of two stages'
+operations can block both. Edges that share no stage share a lane: two lanes, or three for an odd number of stages, serve one
+direction of any pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bmt_core.comm.objects import recv_object, send_object
+from bmt_core.errors import RemoteError
+from bmt_core.run.lanes import Lane, Mark
+from bmt_core.run.runtime import current
+from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
+
+
+class Arriving(NamedTuple):
+    """Tensors that are being received, and the point at which they are there."""
+
+    tensors: list[torch.Tensor]
+    marks: list[Mark]
+    source: int
+
+
+class Transfers:
+    """Sends to and receives from the neighbours of this rank's stage. ``edges``: those of the schedule, alike on every stage.
+
+    Making it is collective over the pipeline.
+    """
+
+    def __init__(self, edges: Collection[tuple[int, int]]) -> None:
+        self._group = pipeline_group()
+        self._stage = own_stage()
+        self._device = current().device
+        lanes = current().lanes
+        self._lanes = {edge: lanes.named(_lane_name(*edge, self._group.size)) for edge in edges}
+        self._sent: list[tuple[Mark, torch.Tensor, int]] = []
+        for name in sorted({lane.name for lane in self._lanes.values()}):
+            # A lane's first operation waits for all members.
+            lane = lanes.named(name)
+            with lane.memory():
+                lane.group(self._group).all_reduce(torch.zeros(1, device=self._device)).wait()
+
+    def send_layout(self, layout: Any, destination: int) -> None:
+        """Tell the stage ``destination`` how what it will receive is laid out."""
+        with _naming(destination, "to take from stage"):
+            send_object(layout, self._group, destination)
+
+    def receive_layout(self, source: int) -> Any:
+        """Return what the stage ``source`` sends by :meth:`send_layout`."""
+        with _naming(source, "to send to stage"):
+            return recv_object(self._group, source)
+
+    def send(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
+        """Start to send ``tensors``, after what was computed until now."""
+        self._sent = [sent for sent in self._sent if not _has_arrived(sent[0])]
+        lane, group = self._lane((self._stage, destination))
+        lane.after(lane.here())
+        for tensor in tensors:
+            tensor = tensor.detach().contiguous()
+            mark = lane.run(lambda tensor=tensor: group.exchange([(tensor, destination)], []))  # type: ignore[misc]
+            self._sent.append((mark, tensor, destination))
+
+    def receive(self, like: Sequence[torch.Tensor], source: int) -> Arriving:
+        """Start to receive tensors of the shapes and dtypes of ``like``, which must not be used before :meth:`wait`."""
+        lane, group = self._lane((source, self._stage))
+        # Allocated for the computation, which may have used the memory before: so the lane starts after it.
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in like]
+        lane.after(lane.here())
+        marks = [lane.run(lambda t=t: group.exchange([], [(t, source)])) for t in tensors]  # type: ignore[misc]
+        return Arriving(tensors, marks, source)
+
+    def wait(self, arriving: Arriving) -> list[torch.Tensor]:
+        """Return the tensors, once the computation may read them."""
+        with _naming(arriving.source, "to send to stage"):
+            for mark in arriving.marks:
+                mark.wait()
+        return arriving.tensors
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        sent, self._sent = self._sent, []
+        for mark, _, destination in sent:
+            with _naming(destination, "to take from stage"):
+                mark.wait()
+
+    def _lane(self, edge: tuple[int, int]) -> tuple[Lane, Any]:
+        lane = self._lanes[edge]
+        return lane, lane.group(self._group)
+
+
+def _has_arrived(mark: Mark) -> bool:
+    """Whether the host knows that what was sent before ``mark`` may be freed. Without a GPU it learns that at the end."""
+    return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+
+def _lane_name(source: int, destination: int, stages: int) -> str:
+    """Return the name of the lane of an edge between neighbours in the ring of ``stages``.
+
+    >>> [_lane_name(stage, (stage + 1) % 4, 4) for stage in range(4)]
+    ['pipeline up 0', 'pipeline up 1', 'pipeline up 0', 'pipeline up 1']
+    >>> _lane_name(2, 0, 3), _lane_name(1, 0, 3)
+    ('pipeline up 2', 'pipeline down 1')
+    """
+    is_up = destination == (source + 1) % stages
+    is_odd_turn = stages % 2 == 1 and {source, destination} == {0, stages - 1} and stages > 2
+    return f"pipeline {'up' if is_up else 'down'} {2 if is_odd_turn else source % 2}"
+
+
+class _naming:
+    """Turns an error of the communication engine into one that names the other stage."""
+
+    def __init__(self, other: int, what: str) -> None:
+        self._other = other
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, RemoteError):
+            run = current()
+            rank = pipeline_group().ranks[self._other]
+            raise RemoteError(
+                f"Stage {own_stage()} (rank {run.rank}) waited for stage {self._other} (rank {rank}) {self._what} {own_stage()}:"
+                f" {error} Look at the output of rank {rank}: it has ended, failed, or taken more than the timeout of"
+                f" {run.settings.timeout:g} s."
+            ) from error

@@ -1,0 +1,128 @@
+"""``WholeBatch``: the arguments of all ranks of a pipeline, on its first stage, divided into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bmt_core.comm.protocols import Group
+from bmt_core.errors import ConfigError
+from bmt_core.nested import map_tensors, tensors_in
+from bmt_pipeline.batch_rows import move_rows
+from bmt_pipeline.pipeline_ranks import own_stage
+
+
+class Arguments(NamedTuple):
+    """What a list of layers is called with: hidden states, other positional arguments, keyword arguments."""
+
+    hidden: tuple[Any, ...]
+    rest: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class BatchShape(NamedTuple):
+    """How the batch of one rank lies in the tensors among its :class:`Arguments`, and how it is divided.
+
+    ``batch_dims``: per tensor, the dim of the batch, or None for a tensor that all rows share. ``rows``: of one rank.
+    """
+
+    rows: int
+    ranks: int
+    micro_batches: int
+    batch_dims: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls, arguments: Arguments, ranks: int, micro_batches: int, batch_dim: int, related: Collection[int] | None
+    ) -> BatchShape:
+        """Return that of ``arguments``; see :class:`PipelineTransformerBlockList` for ``batch_dim`` and ``related``."""
+        first = arguments.hidden[0]
+        if not isinstance(first, torch.Tensor) or first.dim() <= batch_dim:
+            raise ConfigError(
+                f"The first hidden state is a tensor with the batch as dim {batch_dim}, not {_name(first)}."
+            )
+        rows = first.shape[batch_dim]
+        dims: list[int | None] = [batch_dim for _ in tensors_in(arguments.hidden)]
+        if any(tensor.shape[batch_dim] != rows for tensor in tensors_in(arguments.hidden)):
+            raise ConfigError(
+                f"All hidden states have the batch as dim {batch_dim}, of the size {rows} of the first one."
+            )
+        for index, argument in enumerate(arguments.rest):
+            for tensor in tensors_in(argument):
+                is_of_batch = _has_rows(tensor, rows) if related is None else index in related
+                if is_of_batch and not _has_rows(tensor, rows):
+                    raise ConfigError(
+                        f"batch_related names argument {index} after the hidden states, whose shape is {tuple(tensor.shape)}:"
+                        f" its dim 0 must be the batch, which has {rows} rows."
+                    )
+                dims.append(0 if is_of_batch else None)
+        dims += [0 if _has_rows(tensor, rows) else None for tensor in tensors_in(arguments.kwargs)]
+        if rows * ranks % micro_batches:
+            raise ConfigError(
+                f"The {ranks} ranks of a pipeline pass {rows} rows each, {rows * ranks} together, which cannot be divided into"
+                f" num_micro_batches={micro_batches} equal parts. Change the batch or num_micro_batches."
+            )
+        return cls(rows, ranks, micro_batches, tuple(dims))
+
+    @property
+    def rows_of_micro_batch(self) -> int:
+        """Number of rows in a micro-batch."""
+        return self.rows * self.ranks // self.micro_batches
+
+
+class WholeBatch:
+    """The tensors of all ranks' arguments, rank after rank along dim 0, on the first stage; without rows on the others.
+
+    Making it is collective over the pipeline ``group``, as is the backward of what it holds.
+    """
+
+    def __init__(self, arguments: Arguments, shape: BatchShape, group: Group) -> None:
+        self.arguments = arguments
+        self.shape = shape
+        is_first = own_stage() == 0
+        self.tensors: list[torch.Tensor] = []
+        for tensor, dim in zip(tensors_in(arguments), shape.batch_dims, strict=True):
+            rows = tensor[None] if dim is None else tensor.movedim(dim, 0)
+            sent = [len(rows), *[0] * (group.size - 1)]
+            received = [len(rows) if is_first else 0] * group.size
+            self.tensors.append(move_rows(rows, sent, received, group))
+
+    def micro_batch(self, tensors: Sequence[torch.Tensor], number: int) -> Arguments:
+        """Return the arguments of micro-batch ``number``, cut out of :attr:`tensors`, or of others of their shapes."""
+        own = [self._cut(tensor, dim, number) for tensor, dim in zip(tensors, self.shape.batch_dims, strict=True)]
+        remaining = iter(own)
+        arguments: Arguments = map_tensors(lambda _: next(remaining), self.arguments)
+        return arguments
+
+    def rows_of(self, number: int) -> slice:
+        """Return which rows of the whole batch micro-batch ``number`` has."""
+        length = self.shape.rows_of_micro_batch
+        return slice(number * length, (number + 1) * length)
+
+    def ranks_of(self, number: int) -> range:
+        """Return of which ranks micro-batch ``number`` has rows."""
+        rows = self.rows_of(number)
+        return range(rows.start // self.shape.rows, (rows.stop - 1) // self.shape.rows + 1)
+
+    def _cut(self, tensor: torch.Tensor, dim: int | None, number: int) -> torch.Tensor:
+        if dim is not None:
+            return tensor[self.rows_of(number)].movedim(0, dim).contiguous()
+        ranks = self.ranks_of(number)
+        first = tensor[ranks.start]
+        if any(not torch.equal(first, tensor[rank]) for rank in ranks[1:]):
+            raise ConfigError(
+                f"Micro-batch {number} has rows of several ranks, {list(ranks)} of the pipeline, and they pass different values of"
+                f" an argument of shape {tuple(first.shape)}, whose dim 0 is not the batch. Choose num_micro_batches as a multiple"
+                f" of pipe_size={self.shape.ranks}, or give the argument the batch as dim 0."
+            )
+        return first
+
+
+def _has_rows(tensor: torch.Tensor, rows: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == rows
+
+
+def _name(value: object) -> str:
+    return f"one of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,79 @@
+"""``PostponedGroup``: the gradients of one group that the backward of one call has left to be computed later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bmt_zero.gradients.direct_linear import LayerGradient
+from bmt_zero.schedule.sharded_group import ShardedGroup
+
+
+class PostponedGroup:
+    """Implements :class:`bmt_core.modules.postponed_gradients.PostponedPart`.
+
+    ``may_be_freed`` says of what memory will be gone when the backward pass is over.
+    """
+
+    def __init__(self, group: ShardedGroup, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
+        self._group = group
+        self._may_be_freed = may_be_freed
+        self._products: list[tuple[int, LayerGradient]] = []
+        self._grads: list[torch.Tensor | None] = []
+
+    def take(self, position: int, product: LayerGradient) -> None:
+        """Keep what a layer would have written into the gradient of the parameter at ``position``."""
+        product.keep(self._may_be_freed)
+        self._products.append((position, product))
+
+    def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, reduces: bool) -> None:
+        """Keep ``grads``, which autograd has computed; ``needed`` says which gradients count.
+
+        If it ``reduces``, what was held back will be reduced with them; otherwise they will be held back.
+        """
+        may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
+        self._grads = [g.clone() if g is not None and may else g for g, may in zip(grads, may_be_freed, strict=True)]
+        self._needed, self._reduces = needed, reduces
+        self._awaited = self._group.reducer.expect(needed)
+
+    def check(self) -> None:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
+        self._group.reducer.receive(self._awaited)
+        for _, product in self._products:
+            product.check()
+
+    def compute(self) -> None:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`. Collective."""
+        self._complete()  # what another call of the block, in the same pass, has left
+        self.compute_in_pass()
+
+    def compute_in_pass(self) -> None:
+        """:meth:`compute` in the backward pass that has left it: ``.grad`` is complete when that pass ends. Collective."""
+        reducer = self._group.reducer
+        full = reducer.new_full_gradients() if self._reduces else reducer.full_gradients_to_hold_back()
+        for position, product in self._products:
+            if not full.take(position, product):
+                made, grad = product.made(), self._grads[position]
+                self._grads[position] = made if grad is None else grad + made
+        flat = full.complete(self._grads, self._needed)
+        self._products, self._grads = [], []
+        if self._reduces:
+            self._group.reduce(flat, self._needed)
+        else:
+            self._group.reducer.hold_back(flat, self._needed)
+
+    def finish(self) -> None:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
+        self._complete()
+        self._group.reducer.in_flight.wait()
+
+    def drop(self) -> None:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
+        self._group.reducer.forget(self._awaited)
+        self._products, self._grads = [], []
+
+    def _complete(self) -> None:
+        self._group.reducer.sum.finish()
+        if self._group.reducer.is_unwatched:
+            self._group.reducer.watch()
