@@ -40,6 +40,15 @@ class TakesScale(torch.optim.SGD):
                     p.sub_(group["lr"] * p.grad / scale)
 
 
+class Apex(Unaware):
+    """An optimizer as apex's fused ones are: ``step`` refuses what earlier versions took."""
+
+    def step(self, closure: Any = None, grads: Any = None, output_params: Any = None, scale: Any = None) -> None:  # type: ignore[override]
+        if scale is not None:
+            raise RuntimeError("scale was removed: unscale the gradients before.")
+        super().step(closure)
+
+
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "bmt": lambda params: AdamOptimizer(params, lr=0.1),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
@@ -47,6 +56,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "unaware": Unaware,
     "takes_scale": TakesScale,
+    "apex": Apex,
 }
 
 

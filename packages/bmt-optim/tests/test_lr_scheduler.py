@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmt_optim import AdamOptimizer, lr_scheduler
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, lr_scheduler
 from bmt_optim.lr_scheduler import WSD, Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler
 
 BMTRAIN = [NoDecay, Linear, Cosine, Exponential, Noam]
@@ -103,6 +103,39 @@ def test_ratios_survive_a_second_scheduler_during_warmup_and_a_resume() -> None:
     second.load_state_dict(first.state_dict())
     second.step(3)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5, 0.05])
+
+
+def test_a_group_at_rate_0_stays_there_and_the_others_keep_their_ratios() -> None:
+    optimizer = optimizer_of(0.0, 0.2, 0.02)
+    schedule = Linear(optimizer, 0.5, 3, 12)
+    for n, rate in ((3, 0.5), (0, 0.0), (9, 0.5 / 3)):
+        schedule.step(n)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, rate, 0.1 * rate])
+    resumed = Linear(optimizer_of(0.0, 0.3, 0.3), 0.5, 3, 12)
+    resumed.load_state_dict(schedule.state_dict())
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == pytest.approx([0.0, 0.5 / 3, 0.05 / 3])
+
+
+@pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer, torch.optim.AdamW])
+def test_a_rate_that_is_a_tensor_trains_as_a_number_does_and_stays_a_tensor(kind: Any) -> None:
+    results = []
+    for lr in (0.5, torch.tensor(0.5)):
+        p = torch.nn.Parameter(torch.ones(3))
+        optimizer = kind([p], lr=lr, foreach=False) if kind is torch.optim.AdamW else kind([p], lr=lr)
+        manager = OptimManager()
+        manager.add_optimizer(optimizer, Linear(optimizer, 0.5, 3, 12))
+        for n in range(6):
+            p.grad = torch.tensor([1.0, -2.0, 0.5])
+            manager.step()
+            if n == 3:
+                state = manager.state_dict(gather_opt=True)
+            if n == 4:
+                manager.load_state_dict(manager.state_dict(gather_opt=True))
+        saved_rate = state["logical"]["groups"][0][0]["lr"]
+        assert float(saved_rate) == pytest.approx(0.5 * 8 / 9)  # of the fourth step still
+        assert isinstance(optimizer.param_groups[0]["lr"], type(lr))
+        results.append(p.detach())
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
 
 
 def test_a_group_added_later_takes_part() -> None:

@@ -187,6 +187,37 @@ def _half_sum(dtype: torch.dtype) -> torch.Tensor:
     return p.grad
 
 
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_clipping_between_backward_passes_equals_plain_torch(run_ranks: Any, loss_scale: float | None) -> None:
+    expected = Model(torch.float64)
+    clip_after_each_backward(expected, torch.optim.SGD(expected.parameters(), lr=1.0))
+    for distributed in ((), ("first", "bias", "rare")):
+        for found in run_ranks(clip_on_ranks, 2, distributed, loss_scale):
+            for name, value in zip(NAMES, found, strict=True):
+                # Norms are float32.
+                torch.testing.assert_close(value, getattr(expected, name).detach(), rtol=1e-5, atol=1e-7)
+
+
+def clip_after_each_backward(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    for number, rows in enumerate(batches(torch.float64)[:3, 0]):
+        sum(model.loss(row[None], uses_rare=number == 1) / 4 for row in rows).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def clip_on_ranks(distribute: tuple[str, ...], loss_scale: float | None) -> list[torch.Tensor]:
+    model = Model(torch.float64, distribute)
+    manager = OptimManager(loss_scale=loss_scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    manager.add_optimizer(optimizer)
+    for number, rows in enumerate(batches(torch.float64)[:3, 0]):
+        for row in rows.chunk(2)[runtime.rank()]:
+            manager.backward(model.loss(row[None], uses_rare=number == 1) / 2)
+        manager.clip_grad_norm(optimizer.param_groups, 0.1)
+    manager.step()
+    return [model.whole(name).detach() for name in NAMES]
+
+
 def test_gradients_are_local_again_after_they_were_cleared_in_any_way(run_ranks: Any) -> None:
     assert run_ranks(_clear_in_any_way, 2) == [[3.0, 3.0, 3.0, 3.0, 3.0]] * 2
 

@@ -7,6 +7,7 @@ import io
 import mmap
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 from offloaded import Offload
 from sharded_adam import give_gradients, parameters
 
+from bmt_core.comm.protocols import Finished
 from bmt_core.errors import ConfigError
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, create
 from bmt_optim.offload import host_memory, worker
+from bmt_optim.offload.copies import Copies
 from bmt_optim.offload.host_memory import HostMemory
 
 CPU = torch.device("cpu")
@@ -87,6 +90,97 @@ def test_parameters_and_gradients_may_lie_in_memory_as_they_like(are_gradients_c
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert not around.any()  # what lies between belongs to others
+
+
+class FlatOwner:
+    """Stands for a Block whose shard is ``flat``; keeps what the optimizer tells and asks of it."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.params = [torch.nn.Parameter(part) for part in flat.split(7)]
+        self.watcher: Any = None
+        for p in self.params:
+            p.owner_reference = weakref.ref(self)  # type: ignore[attr-defined]
+
+    def note_update(self, done: Any = None, reads: Any = None) -> None:
+        return None
+
+    def watch_reductions(self, watcher: Any) -> None:
+        self.watcher = watcher
+
+    def give_gradients(self, flat: torch.Tensor) -> None:
+        for p, grad in zip(self.params, flat.split(7), strict=True):
+            p.grad = grad
+
+
+class DelayedHost(Offload):
+    """The host's thread goes on when ``may_step`` is set."""
+
+    def _kernels(self) -> Any:
+        kernels, may_step = super()._kernels(), self.may_step
+
+        class Kernels:
+            has_compact_adam = False
+
+            @staticmethod
+            def adam_step(*columns: Any, **options: Any) -> None:
+                may_step.wait()
+                kernels.adam_step(*columns, **options)
+
+        return Kernels
+
+    may_step = threading.Event()
+
+
+def test_gradients_of_the_next_backward_wait_for_a_host_that_still_reads_the_last_ones() -> None:
+    class LetsTheHostGoOn(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            DelayedHost.may_step.set()
+            return super().wait(timeout)
+
+    owners = [FlatOwner(torch.ones(21)) for _ in range(2)]
+    offloaded = DelayedHost(owners[0].params, lr=0.1, overlap_forward=True)
+    adam = AdamOptimizer(owners[1].params, lr=0.1)
+    for step in range(3):
+        gradients = torch.randn(21, generator=torch.Generator().manual_seed(step))
+        if owners[0].watcher is not None:  # during backward
+            owners[0].watcher(gradients, Finished())
+        offloaded.wait()
+        DelayedHost.may_step.clear()
+        for owner, optimizer in zip(owners, (offloaded, adam), strict=True):
+            owner.give_gradients(gradients)
+            optimizer.step()
+        for update in offloaded._under_way:
+            update.is_over = LetsTheHostGoOn()
+    offloaded.wait()
+    assert same(owners[0].params, owners[1].params)
+
+
+class LateCopies(Copies):
+    """Gradients arrive on the host no sooner than somebody waits for them."""
+
+    def to_host(self, pairs: Any, after: Any = None) -> Any:
+        class Late(Finished):
+            def synchronize(self) -> None:
+                for source, target in pairs:
+                    target.copy_(source)
+
+        pairs = list(pairs)
+        return Late()
+
+
+def test_the_host_steps_when_gradients_have_arrived() -> None:
+    class Late(Offload):
+        def _copies_for(self, device: torch.device) -> Copies:
+            return LateCopies()
+
+    ours, theirs = parameters(), parameters()
+    offloaded, adam = Late(ours, lr=0.1), AdamOptimizer(theirs, lr=0.1)
+    for step in range(2):
+        give_gradients(ours, step)
+        give_gradients(theirs, step)
+        offloaded.step()
+        adam.step()
+    assert same(ours, theirs)
 
 
 def test_steps_are_those_of_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
-from bmt_optim import AdamOptimizer, OptimManager, gather_state, scatter_state
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, gather_state, scatter_state
 from bmt_optim.lr_scheduler import Exponential
 
 SHAPES = {"weight": (3, 5), "bias": (5,), "scalar": (), "one": (1,), "tiny": (2,), "plain": (2, 3)}
@@ -126,6 +127,125 @@ def test_state_holds_every_setting_of_the_scale() -> None:
     other.load_state_dict(manager.state_dict())
     assert other.state_dict() == manager.state_dict()
     assert other.loss_scale_enabled and other.loss_scale == 64 and other.lr_schedulers == [None]
+
+
+def test_a_state_without_scaling_leaves_scaling_as_it_is() -> None:
+    manager, other = OptimManager(), OptimManager(loss_scale=1024, loss_scale_steps=7)
+    for each in (manager, other):
+        each.add_optimizer(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]))
+    for state in (manager.state_dict(), {"optimizers": manager.state_dict()["optimizers"], "lr_schedulers": [None]}):
+        other.load_state_dict(state)
+        assert other.loss_scale_enabled and other.loss_scale == 1024 and other.state_dict()["loss_scale_steps"] == 7
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, None, "high"])
+def test_a_loss_scale_that_is_none_is_noticed_before_anything_changes(value: Any) -> None:
+    training, other = (Training("bmt", torch.float32) for _ in range(2))
+    training.run(range(2))
+    for state in (training.manager.state_dict(), training.manager.state_dict(gather_opt=True)):
+        before = other.summary()
+        with pytest.raises(CheckpointError, match="The state has no loss scale that can be used: "):
+            other.manager.load_state_dict({**state, "loss_scale": value})
+        assert other.summary() == before and not any(optimizer.state for optimizer in other.manager.optimizers)
+
+
+SGD = torch.optim.SGD
+FOREIGN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str | None]] = {
+    "torch AdamW's to Adam": (torch.optim.AdamW, AdamOptimizer, None),
+    "torch Adam's to offloaded": (torch.optim.Adam, AdamOffloadOptimizer, None),
+    "offloaded to Adam": (AdamOffloadOptimizer, AdamOptimizer, None),
+    "amsgrad to Adam": (partial(torch.optim.Adam, amsgrad=True), AdamOptimizer, "has max_exp_avg_sq"),
+    "SGD's to Adam": (partial(SGD, momentum=0.9, lr=0.1), AdamOptimizer, "has no betas but lr, momentum"),
+    "SGD's to AdamW": (partial(SGD, momentum=0.9, lr=0.1), torch.optim.AdamW, "has no amsgrad, betas, "),
+    "AdamW's to SGD": (torch.optim.AdamW, partial(SGD, lr=0.1), "has no dampening, momentum, nesterov but amsgrad, "),
+    "Adam's to AdamW": (AdamOptimizer, torch.optim.AdamW, "but hold_steps, overlap_forward: it is another optimizer's"),
+}
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_states_of_other_makers_train_on_or_are_refused(case: str, dtype: torch.dtype, is_gathered: bool) -> None:
+    made, loading, complaint = FOREIGN[case]
+
+    def manager_of(kind: Callable[[Any], Any]) -> tuple[torch.nn.Parameter, OptimManager]:
+        p, manager = torch.nn.Parameter(torch.ones(3, dtype=dtype)), OptimManager()
+        manager.add_optimizer(kind([p]))
+        return p, manager
+
+    def step(p: torch.nn.Parameter, manager: OptimManager) -> torch.Tensor:
+        p.grad = torch.tensor([1.0, -1.0, 0.5], dtype=dtype)
+        manager.step()
+        return p.detach()
+
+    (first, saving), (second, resumed) = manager_of(made), manager_of(loading)
+    second.data.copy_(step(first, saving))
+    state = saving.state_dict(gather_opt=is_gathered)
+    if complaint is None:
+        resumed.load_state_dict(state)
+        rounding = {"rtol": 1e-6, "atol": 0.0} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 0.0}
+        torch.testing.assert_close(step(second, resumed), step(first, saving), **rounding)
+    else:
+        with pytest.raises(CheckpointError, match=complaint):
+            resumed.load_state_dict(state)
+        assert not resumed.optimizers[0].state and resumed.optimizers[0].param_groups[0].keys() >= {"lr", "params"}
+        step(second, resumed)
+
+
+def test_a_state_of_bmtrain_loads_into_either_adam() -> None:
+    moments = {"exp_avg": torch.full((4,), 0.5).half(), "exp_avg_sq": torch.full((4,), 0.25)}
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    state = {"state": {0: {"step": 3, **moments, "_param_fp32": torch.full((4,), 1.0001)}}, "param_groups": [group]}
+    for kind in (AdamOptimizer, AdamOffloadOptimizer):
+        p = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+        manager = OptimManager(loss_scale=4)
+        manager.add_optimizer(kind([p], hold_steps=1))
+        manager.load_state_dict(
+            {"optimizers": [state], "lr_schedulers": [None], "loss_scale": 512, "loss_scale_enabled": True}
+        )
+        p.grad = torch.zeros_like(p)
+        manager.step()
+        assert manager.loss_scale == 512 and manager.optimizers[0].state[p]["step"] == 4
+        assert manager.optimizers[0].param_groups[0]["hold_steps"] == 1
+        assert p[0].item() == pytest.approx(
+            1.0001 - 0.1 * (0.45 / (1 - 0.9**4)) / (0.24975 / (1 - 0.999**4)) ** 0.5, rel=1e-3
+        )
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("bmt", (3, 4)), ("bmt", (1,)), ("bmt", ()), ("momentum", (3, 4)), ("momentum", (1,))]
+)
+def test_a_state_of_a_parameter_of_another_shape_is_refused(
+    run_ranks: Any, is_distributed: bool, kind: str, shape: tuple[int, ...]
+) -> None:
+    for messages in run_ranks(_state_of_other_shape, 2, shape, is_distributed, kind):
+        assert f"is of a parameter of shape {shape or (1,)}, and here it has (5, 3)." in messages[0]
+        assert "of parameter 0 has " in messages[1] and "and the parameter here has (" in messages[1]
+
+
+def _state_of_other_shape(shape: tuple[int, ...], is_distributed: bool, kind: str) -> list[str]:
+    def manager_of(shape: tuple[int, ...]) -> OptimManager:
+        value, manager = torch.ones(shape), OptimManager()
+        p = DistributedParameter(value) if is_distributed else torch.nn.Parameter(value)
+        manager.add_optimizer(OPTIMIZERS[kind]([("p", p)]))
+        p.grad = torch.ones_like(p)
+        manager.step()
+        return manager
+
+    saved, here = manager_of(shape), manager_of((5, 3))
+    before = through_file(here.state_dict())
+    raw = {"optimizers": saved.state_dict()["optimizers"], "lr_schedulers": [None]}  # as of another maker
+    messages = []
+    for state in (saved.state_dict(gather_opt=True), raw):
+        with pytest.raises(CheckpointError) as caught:
+            here.load_state_dict(state)
+        messages.append(str(caught.value))
+    now = here.state_dict()["optimizers"][0]["state"][0]
+    assert all(
+        torch.equal(torch.as_tensor(now[k]), torch.as_tensor(v)) for k, v in before["optimizers"][0]["state"][0].items()
+    )
+    return messages
 
 
 def test_loading_leaves_the_saved_state_alone() -> None:
@@ -326,10 +446,77 @@ def test_names_come_from_the_optimizer_or_the_place_when_none_are_given() -> Non
     assert set(gather_state(manager)) == {"weight", "bias", "1.0.0"}
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_options_of_groups_follow_the_names_of_their_parameters(run_ranks: Any, world_size: int) -> None:
+    for options, message in run_ranks(_swapped_groups, world_size):
+        assert options == {"weight": 0.1, "bias": 0.0, "one": 0.3}
+        assert "Group 0 of optimizer 0 has the parameters [weight, bias], and the state has no such group." in message
+
+
+def _swapped_groups() -> tuple[dict[str, float], str]:
+    params = {name: DistributedParameter(torch.ones(SHAPES[name])) for name in ("weight", "bias", "one")}
+
+    def manager_of(**groups: float) -> OptimManager:
+        manager = OptimManager()
+        named = [
+            {"params": [params[n] for n in names.split("_")], "weight_decay": decay} for names, decay in groups.items()
+        ]
+        manager.add_optimizer(AdamOptimizer(named, lr=0.1))
+        return manager
+
+    state = manager_of(weight=0.1, bias=0.0, one=0.3).state_dict(gather_opt=True, named_parameters=params)
+    swapped = manager_of(one=0.0, weight=0.0, bias=0.1)
+    swapped.load_state_dict(state, named_parameters=params)
+    names = {p: name for name, p in params.items()}
+    options = {names[g["params"][0]]: g["weight_decay"] for g in swapped.optimizers[0].param_groups}
+    other = manager_of(weight_bias=0.5, one=0.0)
+    with pytest.raises(CheckpointError) as caught:
+        other.load_state_dict(state, named_parameters=params)
+    assert [g["weight_decay"] for g in other.optimizers[0].param_groups] == [0.5, 0.0]
+    return options, str(caught.value)
+
+
+class WithStatistics(torch.optim.SGD):
+    """Keeps a statistic of what it believes to be the whole gradient."""
+
+    def __init__(self, params: Any, statistic: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.statistic = statistic
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["statistic"] = self.statistic(p.grad)
+
+
+@pytest.mark.parametrize("is_number", [True, False])
+def test_what_each_rank_computed_of_its_shard_is_kept_per_rank_and_not_gathered(
+    run_ranks: Any, is_number: bool
+) -> None:
+    for rank, (message, statistic) in enumerate(run_ranks(_statistics_of_shards, 2, is_number)):
+        reason = "differs between ranks" if is_number else "has shape (2,), not that of a rank's shard"
+        assert message.startswith(f"statistic of 'weight' {reason}")
+        assert statistic.tolist() == ([7.0, 15.0][rank] if is_number else [[0.0, 7.0], [8.0, 15.0]][rank])
+
+
+def _statistics_of_shards(is_number: bool) -> tuple[str, torch.Tensor]:
+    weight = DistributedParameter(torch.ones(4, 4))
+    optimizer = WithStatistics([weight], torch.max if is_number else lambda grad: torch.stack(torch.aminmax(grad)))
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    weight.grad = weight.local_part(torch.arange(16.0).view(4, 4)).clone()
+    manager.step()
+    with pytest.raises(CheckpointError) as caught:
+        manager.logical_state([("weight", weight)])
+    saved = through_file(manager.state_dict())
+    optimizer.state.clear()
+    manager.load_state_dict(saved)
+    return str(caught.value), optimizer.state[weight]["statistic"]
+
+
 def test_gathered_state_that_does_not_fit_is_refused_on_every_rank(run_ranks: Any) -> None:
     for missing, shape, nothing, unnamed, is_unchanged in run_ranks(_bad_gathered, 2):
         assert "The optimizer state has nothing about 1 of 6 parameters, the first is 'bias'." in missing
-        assert "exp_avg of 'weight' has shape (5, 3), and the parameter here has (3, 5)." in shape
+        assert "The state of 'weight' has exp_avg of shape (5, 3), and the parameter here has (3, 5)." in shape
         assert "Rank 0 was given no optimizer state." in nothing
         assert "of optimizer 0, of shape" in unnamed and "is not among the named parameters" in unnamed
         assert is_unchanged
@@ -372,7 +559,7 @@ def _tensor_parallel() -> tuple[Any, torch.Tensor]:
     manager = OptimManager()
     optimizer = AdamOptimizer([weight])
     manager.add_optimizer(optimizer)
-    optimizer.state[weight] = {"step": 1, "exp_avg": weight.detach().clone()}
+    optimizer.state[weight] = {"step": 1, "exp_avg": weight.detach().clone(), "exp_avg_sq": weight.detach().clone()}
     state = gather_state(manager, {"weight": weight})
     optimizer.state.clear()
     scatter_state(manager, {"weight": weight}, state)

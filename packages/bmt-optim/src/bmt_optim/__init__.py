@@ -3,6 +3,7 @@
 from bmt_optim import lr_scheduler
 from bmt_optim.adam.optimizer import AdamOptimizer
 from bmt_optim.by_name import available, create
+from bmt_optim.decay_groups import param_groups
 from bmt_optim.manager import OptimManager, gather_state, scatter_state
 from bmt_optim.offload.optimizer import AdamOffloadOptimizer
 
@@ -14,5 +15,6 @@ __all__ = [
     "create",
     "gather_state",
     "lr_scheduler",
+    "param_groups",
     "scatter_state",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
 
-# By the names of classes in lower case, because the same algorithm is offered by many packages under one name.
+# By the ends of names of classes in lower case: many packages offer the same algorithm, as FusedLAMB or DistributedMuon, say.
 _REASONS = {
     "adafactor": "it keeps the second moment by rows and columns of whole parameters",
     "lamb": "it compares norms of whole parameters",
@@ -45,4 +45,4 @@ def _reason_against(optimizer: Any) -> str | None:
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     if any(_QUANTISED.search(name) for name in names):
         return "it quantises its state in blocks, which would be others than those of the whole parameter"
-    return next((_REASONS[name] for name in names if name in _REASONS), None)
+    return next((reason for name in names for end, reason in _REASONS.items() if name.endswith(end)), None)

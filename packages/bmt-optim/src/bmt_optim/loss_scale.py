@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bmt_core.errors import CheckpointError
+
 
 @dataclass(kw_only=True)
 class LossScale:
@@ -62,15 +64,23 @@ class LossScale:
             **{key: getattr(self, name) for key, name in _SETTINGS.items()},
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state; what BMTrain's states lack stays as it is."""
-        loaded = replace(
-            self,
-            value=state_dict["loss_scale"] if state_dict["loss_scale_enabled"] else None,
-            steps_since_last_scale=state_dict.get("steps_since_last_scale", 0),
-            **{name: state_dict[key] for key, name in _SETTINGS.items() if key in state_dict},
-        )
-        self.__dict__.update(vars(loaded))
+    def loaded(self, state_dict: Mapping[str, Any]) -> LossScale:
+        """Return a scale with what :meth:`state_dict` returned; what the state lacks, as BMTrain's do, is that of this one.
+
+        So is everything if the state is of a training without scaling: it says nothing about what a scale should be.
+        Raises :class:`CheckpointError` for values that no scale has.
+        """
+        if not state_dict.get("loss_scale_enabled", False):
+            return replace(self, steps_since_last_scale=0)
+        try:
+            return replace(
+                self,
+                value=float(state_dict["loss_scale"]),
+                steps_since_last_scale=state_dict.get("steps_since_last_scale", 0),
+                **{name: state_dict[key] for key, name in _SETTINGS.items() if key in state_dict},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"The state has no loss scale that can be used: {error}") from error
 
 
 _SETTINGS = {

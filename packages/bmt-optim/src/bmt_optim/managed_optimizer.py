@@ -13,6 +13,7 @@ import torch
 from bmt_optim.current_run import device_of, kernels_for
 
 _NOTHING = nullcontext()
+_NOBODYS = {"params", "param_names", "initial_lr"}  # what groups of all optimizers may have
 
 
 class ManagedOptimizer(ABC):
@@ -58,19 +59,38 @@ class ManagedOptimizer(ABC):
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
 
+    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+        """Return why the state of a parameter of ``shape`` cannot be one of this optimizer's; None: it can.
+
+        ``shapes`` are those of its tensors, and None for what is no tensor. Asked before anything is loaded.
+        """
+        return None
+
+    def complaint_about_options(self, options: Mapping[str, Any]) -> str | None:
+        """Return why the saved ``options`` of a group cannot be those of this optimizer; None: they can.
+
+        Those of another version may have some less, or some more; who has both is another optimizer.
+        """
+        here = set().union(*self.param_groups)
+        missing, extra = sorted(here - set(options) - _NOBODYS), sorted(set(options) - here - _NOBODYS)
+        if not missing or not extra:
+            return None
+        return f"has no {', '.join(missing)} but {', '.join(extra)}: it is another optimizer's"
+
 
 def managed(optimizer: Any) -> ManagedOptimizer:
     """Return ``optimizer`` itself if it is a :class:`ManagedOptimizer`, otherwise an adapter for it.
 
-    ``step(scale=...)`` is called if its ``step`` has such a parameter, as BMTrain's optimizers have. For any other, gradients are
-    divided by the scale before ``step()``, unless it says, as torch's fused optimizers do, that it reads ``found_inf`` and
-    ``grad_scale`` as ``torch.amp.GradScaler`` sets them.
+    ``step(scale=...)`` is called if its ``step`` has such a parameter that is 1 by default, as BMTrain's optimizers have (apex's
+    also have one, None by default, for other purposes). For any other, gradients are divided by the scale before ``step()``, unless
+    it says, as torch's fused optimizers do, that it reads ``found_inf`` and ``grad_scale`` as ``torch.amp.GradScaler`` sets them.
     """
     if isinstance(optimizer, ManagedOptimizer):
         return optimizer
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(f"An optimizer has param_groups and step(), {type(optimizer).__name__} has not.")
-    if "scale" in inspect.signature(optimizer.step).parameters:
+    scale = inspect.signature(optimizer.step).parameters.get("scale")
+    if scale is not None and scale.default == 1:
         return _StepTakesScale(optimizer)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return _StepReadsFlag(optimizer)

@@ -32,6 +32,7 @@ from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, kernels_for, world
+from bmt_optim.decay_groups import warn_of_groups_by_slices
 from bmt_optim.elementwise import check_elementwise
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
@@ -62,7 +63,7 @@ class OptimManager:
     first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over
     all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
     manager are safe too, with the sums. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
-    over all ranks, once per step; ``sum_plain_gradients=False`` if your program does.
+    over all ranks, once; ``sum_plain_gradients=False`` if your program does. A later ``backward`` adds to them as in plain torch.
 
     ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
     divided by ``loss_scale_factor`` but not below ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps.
@@ -136,14 +137,15 @@ class OptimManager:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
-        An optimizer whose ``step`` has a parameter ``scale`` is given the loss scale; for any other the gradients are divided by
-        it, in place and in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
+        An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
+        in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
         whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
         """
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
         check_elementwise(optimizer)
+        warn_of_groups_by_slices(adapted.param_groups)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
@@ -156,7 +158,7 @@ class OptimManager:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on."""
-        self._plain.forget()
+        self._plain.share_out(world())
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -170,7 +172,7 @@ class OptimManager:
         """Multiply all gradients by ``max_norm * loss_scale / (N + eps)`` if that is below 1; return ``N / loss_scale``.
 
         N is the p-norm (``norm_type`` p, ``"inf"`` for the largest magnitude), formed in float32, over the gradients of
-        ``param_groups`` (such groups as ``optimizer.param_groups``, or parameters) of all ranks, replicas counted once. The
+        ``param_groups`` (a group of ``optimizer.param_groups`` or several, or parameters) of all ranks, replicas counted once. The
         result is a 0-dim tensor; nothing is read on the host. When N is not finite the gradients become NaN, for ``step`` to find.
         """
         p = float(norm_type)
@@ -252,19 +254,21 @@ class OptimManager:
         self.read_outcome()
         is_gathered = "logical" in state_dict
         with collective_section(world(), "OptimManager.load_state_dict"):
+            _check_keys(state_dict, "lr_schedulers", "logical" if is_gathered else "optimizers")
             self._check_schedulers(state_dict["lr_schedulers"])
+            scale = self._scale.loaded(state_dict)
             if not is_gathered:
-                check_rank_state(self.optimizers, state_dict)
+                check_rank_state(self.optimizers, self._managed, state_dict)
         # Only after every rank has found its state in order does any rank change.
         if is_gathered:
             load_logical_state(self._managed, state_dict["logical"], named_parameters)
         else:
             with collective_section(world(), "OptimManager.load_state_dict"):
-                load_rank_state(self.optimizers, state_dict)
+                load_rank_state(self.optimizers, self._managed, state_dict)
         for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if scheduler is not None:
                 scheduler.load_state_dict(saved)
-        self._scale.load_state_dict(state_dict)
+        self._scale = scale
         self.skipped_steps = state_dict.get("skipped_steps", 0)
         self._plain.forget()
 
@@ -293,6 +297,11 @@ class OptimManager:
                 f"The state is of {len(found)} optimizers, {sum(found)} with a scheduler; this manager has {len(expected)},"
                 f" {sum(expected)} with a scheduler, or in another order. Add the same ones before loading."
             )
+        for scheduler, saved in zip(self.lr_schedulers, states, strict=True):
+            if isinstance(scheduler, WarmupLRScheduler) and "num_iter" not in saved:
+                raise CheckpointError(
+                    f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__} needs: another scheduler's."
+                )
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -406,6 +415,14 @@ def _are_mappings(groups: Any) -> bool:
     return all(isinstance(group, Mapping) for of_optimizer in groups for group in of_optimizer)
 
 
+def _check_keys(state: Mapping[str, Any], *keys: str) -> None:
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise CheckpointError(
+            f"The state has no {' and no '.join(map(repr, missing))}, so it is not one that OptimManager.state_dict() returned."
+        )
+
+
 def _is_on_host(flag: torch.Tensor) -> bool:
     return flag.device.type == "cpu"
 
@@ -413,7 +430,12 @@ def _is_on_host(flag: torch.Tensor) -> bool:
 def _parameters(param_groups: Iterable[Any]) -> list[torch.nn.Parameter]:
     if isinstance(param_groups, torch.Tensor):
         return [param_groups]  # type: ignore[list-item]
-    found: list[torch.nn.Parameter] = []
-    for item in param_groups:
+    found: list[Any] = []
+    for item in [param_groups] if isinstance(param_groups, Mapping) else param_groups:
         found.extend(item["params"] if isinstance(item, Mapping) else [item])
+    for p in found:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(
+                f"param_groups must be a parameter, a group of an optimizer, or several of these; it has a {type(p).__name__}."
+            )
     return found

@@ -33,6 +33,14 @@ class PlainGradients:
         self._summed.clear()
 
     @torch.no_grad()
+    def share_out(self, group: Group) -> None:
+        """Divide gradients that are summed into equal shares of the ranks: a backward pass adds its local ones to them."""
+        grads = [grad for p, grad in self._summed.items() if p.grad is grad]
+        if grads:
+            torch._foreach_div_(grads, group.size)
+        self.forget()
+
+    @torch.no_grad()
     def sum(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
         """Sum those gradients of ``parameters`` over ``group`` that are not summed. Collective if any parameter is ordinary."""
         plain = [p for p in parameters if not isinstance(p, DistributedParameter)]

@@ -70,7 +70,9 @@ TABLE: dict[str, dict[str, Home]] = {
         **_PARALLEL_LINEAR,
     },
     "bmtrain.nn.parallel_linear_func": _PARALLEL_LINEAR,
-    "bmtrain.optim": _from("bmt_optim", "AdamOffloadOptimizer AdamOptimizer OptimManager available create"),
+    "bmtrain.optim": _from(
+        "bmt_optim", "AdamOffloadOptimizer AdamOptimizer OptimManager available create param_groups"
+    ),
     "bmtrain.optim.optim_manager": _from("bmt_optim", "OptimManager"),
     "bmtrain.param_init": _from("bmt_core", "grouped_parameters init_parameters"),
     "bmtrain.parameter": _from("bmt_core", "DistributedParameter ParameterInitializer"),

@@ -8,13 +8,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_optim.adam.parameter_state import (
     MASTER,
     REMAINDER,
     State,
+    complaint_about,
     copied_state,
+    followed_master,
+    master_or_remainder,
+    new_master,
     new_state,
     zeros,
 )
@@ -23,6 +26,7 @@ from bmt_optim.adam.update_stream import UpdateStream
 from bmt_optim.current_run import kernels_on
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.logical_state import load_logical_state, logical_state
+from bmt_optim.state.torch_state import check_torch_state, with_all_options
 
 
 class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
@@ -41,14 +45,17 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     For float32 parameters the default is ``torch.optim.Adam`` in every bit. For the first ``hold_steps`` steps of a parameter the
     moments move and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
 
-    The master is the state ``"_param_fp32"``. It overwrites in the next step what was written to the parameter, so values loaded
-    into a model need the optimizer's state with them. ``compact_master`` True: of the master of a bfloat16 parameter only those
-    16 bits are kept that the parameter lacks, as the state ``"_param_remainder"``: the same master, in 12 bytes per parameter at
-    rest in place of 14. For the same gradients, masters and moments are equal in every bit. Two things differ: a master exactly
-    between two bfloat16 numbers is rounded away from zero, not to the even neighbour, which 16 bits could not tell; and a write to
-    the parameter changes its master: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where the run has
-    a kernel that does this in one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several
-    passes. States of both kinds, and logical states, whose masters are whole, load with either setting.
+    The master is the state ``"_param_fp32"``. A parameter that somebody wrote (``bmt.load``, an in-place operation) is read again
+    in the next step: where its value is not the rounded master any more, it is the new master. torch counts no writes through
+    ``.data`` of an ordinary parameter; write to the parameter itself, under ``torch.no_grad()``.
+
+    ``compact_master`` True: of the master of a bfloat16 parameter only those 16 bits are kept that the parameter lacks, as the
+    state ``"_param_remainder"``: the same master, in 12 bytes per parameter at rest in place of 14. For the same gradients, masters
+    and moments are equal in every bit. Two things differ: a master exactly between two bfloat16 numbers is rounded away from zero,
+    not to the even neighbour, which 16 bits could not tell; and the master of a value that was written is within half of its last
+    bit: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where the run has a kernel that does this in
+    one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several passes. States of both
+    kinds, and logical states, whose masters are whole, load with either setting.
 
     ``overlap_forward`` (CUDA): parameters that bmt-zero gathers, inside of Blocks and outside, are updated on a stream of their
     own while the next forward pass begins; each gather waits for the update of what it gathers. Checkpoints, state dicts, ``data``
@@ -72,6 +79,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     _stream: UpdateStream
     _plan: UpdatePlan
     _outcome: tuple[HostFlag, list[State]] | None
+    _stepped: dict[torch.nn.Parameter, tuple[int, int]]
+    """Version and address of each parameter with a whole master after its last step."""
 
     def __init__(
         self,
@@ -162,30 +171,25 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
 
-        A gathered state fits any number of ranks; rank 0 alone needs its contents. Collective then.
+        The states of BMTrain's Adam and torch's (without amsgrad) are such states too; options and masters that they lack
+        are those of this optimizer and of the parameters. A gathered state fits any number of ranks; rank 0 alone needs its
+        contents. Collective then.
 
-        Raises :class:`CheckpointError`, and changes nothing, when a shape differs: the state is that of another world size.
+        Raises :class:`CheckpointError`, and changes nothing, when the state is another optimizer's, or a shape differs because
+        it is that of another world size.
         """
         if "parameters" in state_dict:
             self.read_outcome()
             load_logical_state([self], state_dict, None)
             return
+        check_torch_state(self, state_dict)
         saved = state_dict["state"]
         params = [p for group in self.param_groups for p in group["params"]]
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        if len(params) != len(indices):
-            raise CheckpointError(f"The state is of {len(indices)} parameters, and this optimizer has {len(params)}.")
-        for number, (p, index) in enumerate(zip(params, indices, strict=True)):
-            for key, value in saved.get(index, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape != p.shape:
-                    raise CheckpointError(
-                        f"{key} of parameter {number} has shape {tuple(value.shape)}, and the parameter here has {tuple(p.shape)}."
-                        " It was saved at another world size. Save with gather_opt=True to load at any."
-                    )
         self._wait_despite_errors()
         # Without the states: torch would cast them to the parameters' dtype, which rounds moments and masters of half
         # parameters, and move them to the parameters' device.
-        super().load_state_dict({**state_dict, "state": {}})
+        super().load_state_dict({**with_all_options(self, state_dict), "state": {}})
         for p, index in zip(params, indices, strict=True):
             if index in saved:
                 self.load_portable_state(p, saved[index])
@@ -197,14 +201,23 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         if REMAINDER in state:
             remainder = state.pop(REMAINDER)
             state[MASTER] = read_master(self._weight_for(remainder, p), remainder)
+        elif MASTER in state:
+            state[MASTER] = followed_master(state[MASTER], p)
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over a copy of what :meth:`portable_state` returned, or of a state with a remainder; empty: none."""
         self._wait_despite_errors()
         self.state.pop(p, None)
+        self._stepped.pop(p, None)
         if state:
             self.state[p] = copied_state(state, p, self._state_device(p))
+
+    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+        return complaint_about(shapes, shape)
+
+    def complaint_about_options(self, options: Mapping[str, Any]) -> str | None:
+        return None if "betas" in options else f"has no betas but {', '.join(options)}: it is another optimizer's"
 
     def __getstate__(self) -> dict[str, Any]:
         self.read_outcome()
@@ -221,6 +234,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     def _reset(self) -> None:
         """Forget what is under way, and all that is made anew from the parameters and their states."""
         self._outcome = None
+        self._stepped = {}
         self._stream = UpdateStream()
         self._plan = UpdatePlan()
 
@@ -249,10 +263,12 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             state.update(new_state(p, is_compact=is_compact))
         elif MASTER in state and is_compact:
             state[REMAINDER] = zeros(p, torch.int16)
-            write_master(state.pop(MASTER), p, state[REMAINDER])
+            write_master(followed_master(state.pop(MASTER), p), p, state[REMAINDER])
         elif REMAINDER in state and not is_compact:
             remainder = state.pop(REMAINDER)
             state[MASTER] = read_master(self._weight_for(remainder, p), remainder)
+        elif master_or_remainder(state) is None:  # a state of torch's Adam, or the parameter became a half type
+            state |= new_master(p, is_compact=is_compact)
         return state
 
     def _is_compact(self, p: torch.nn.Parameter) -> bool:
@@ -260,11 +276,24 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             return False
         return kernels_on(p.device).has_compact_adam if self.compact_master is None else self.compact_master
 
+    def _read_written(self, params: list[torch.nn.Parameter]) -> None:
+        """Bring those whole masters up to date whose parameters were written since the last step, as versions tell."""
+        known = [self._stepped.get(p) for p in params]
+        found = _versions(params)
+        if known == found:
+            return
+        for p, old, new in zip(params, known, found, strict=True):
+            if old != new:
+                self.state[p][MASTER].copy_(followed_master(self.state[p][MASTER], p))
+
     def _run(self, plan: list[OwnerUpdates], divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
+        with_masters = [p for of_owner in plan for update in of_owner.updates for p in update.with_whole_masters]
+        self._read_written(with_masters)
         for device in {u.device for of_owner in plan for u in of_owner.updates if u.group["overlap_forward"]}:
             self._stream.begin(device)
         for of_owner in plan:
             self._update(of_owner, divisor, skip)
+        self._stepped.update(zip(with_masters, _versions(with_masters), strict=True))
 
     def _update(self, of_owner: OwnerUpdates, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> None:
         owner, overlaps = of_owner.owner, of_owner.overlaps_forward
@@ -273,6 +302,10 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             if owner is not None:
                 # A gather of this owner's waits for its own update only.
                 owner.note_update(reads=(grads, divisor, skip) if overlaps else None)
+
+
+def _versions(params: list[torch.nn.Parameter]) -> list[tuple[int, int]]:
+    return [(p._version, p.data_ptr()) for p in params]
 
 
 def _launch(update: Update, divisor: float | torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:

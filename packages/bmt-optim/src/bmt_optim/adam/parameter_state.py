@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bmt_core.ops import split_master
+
 State = dict[str, Any]
 MASTER = "_param_fp32"
 """The key of a whole master."""
@@ -14,16 +16,35 @@ REMAINDER = "_param_remainder"
 """The key of the 16 bits of a master that its bfloat16 parameter lacks: see [Note: compact master] in bmt_core.ops.remainder."""
 
 
+def complaint_about(shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+    """Return why tensors of ``shapes`` are not Adam's state of a parameter of ``shape``; None if they are."""
+    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in shapes]
+    if missing:
+        return f"has no {' and no '.join(missing)} but {', '.join(shapes)}: it is another optimizer's"
+    if "max_exp_avg_sq" in shapes:
+        return "has max_exp_avg_sq: it is of Adam with amsgrad, which AdamOptimizer does not know"
+    for key in ("exp_avg", "exp_avg_sq", MASTER, REMAINDER):
+        found = shapes.get(key, shape)
+        if found is None or (found or (1,)) != (shape or (1,)):
+            what = "no tensor" if found is None else f"of shape {tuple(found)}"
+            return f"has {key} {what}, and the parameter here has {tuple(shape)}"
+    return None
+
+
 def new_state(p: torch.nn.Parameter, *, is_compact: bool) -> State:
     """Return the state before the first step; ``is_compact``: with a remainder instead of a whole master."""
     # Half moments would overflow (fp16) or stall (bf16), so state is never narrower than float32.
     dtype = torch.promote_types(p.dtype, torch.float32)
     state = {"step": 0, "exp_avg": zeros(p, dtype), "exp_avg_sq": zeros(p, dtype)}
+    return {**state, **new_master(p, is_compact=is_compact)}
+
+
+def new_master(p: torch.nn.Parameter, *, is_compact: bool) -> State:
+    """Return the entry of a master that is ``p``; none for a parameter that is its own master."""
     if is_compact:
-        state[REMAINDER] = zeros(p, torch.int16)
-    elif p.dtype != dtype:
-        state[MASTER] = p.detach().to(dtype)
-    return state
+        return {REMAINDER: zeros(p, torch.int16)}
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    return {} if p.dtype == dtype else {MASTER: p.detach().to(dtype)}
 
 
 def zeros(p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
@@ -35,6 +56,23 @@ def master_or_remainder(state: Mapping[str, Any]) -> torch.Tensor | None:
     """Return whichever the state has; None for a parameter that is its own master."""
     found: torch.Tensor | None = state.get(REMAINDER, state.get(MASTER))
     return found
+
+
+@torch.no_grad()
+def followed_master(master: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return ``master`` where ``p`` is its rounding, and the value of ``p`` elsewhere, where somebody wrote it.
+
+    Both roundings of halves count: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. A ``p`` that was made wider than
+    a half type still has the rounding that it had before.
+    """
+    value = p.detach().to(master.device)
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    dtypes = [value.dtype] if is_half else [value.dtype, torch.float16, torch.bfloat16]
+    roundings = [master.to(dtype) for dtype in dtypes]
+    if torch.bfloat16 in dtypes:
+        roundings.append(split_master(master)[0])
+    is_rounding = torch.stack([value == rounding.to(value.dtype) for rounding in roundings]).any(0)
+    return torch.where(is_rounding, master, value.to(master.dtype))
 
 
 def copied_state(state: Mapping[str, Any], p: torch.nn.Parameter, device: torch.device) -> State:

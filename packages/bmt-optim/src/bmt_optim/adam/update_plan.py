@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bmt_core.params.owner import OwnerReference, ParameterOwner
-from bmt_optim.adam.parameter_state import State, master_or_remainder
+from bmt_optim.adam.parameter_state import MASTER, State, master_or_remainder
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Update:
     decoupled: bool
     params: list[torch.nn.Parameter] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
+    with_whole_masters: list[torch.nn.Parameter] = field(default_factory=list)
 
     def count_step(self) -> int:
         """Count a step of all parameters, and return its number."""
@@ -39,7 +40,7 @@ class Update:
         group = self.group
         return {
             "step": step,
-            "lr": group["lr"],
+            "lr": float(group["lr"]),  # torch allows a tensor
             "beta1": group["betas"][0],
             "beta2": group["betas"][1],
             "eps": group["eps"],
@@ -152,4 +153,6 @@ def _make(key: list[tuple[Any, ...]], state_of: Callable[[torch.nn.Parameter], S
                 of_owner.updates.append(updates[kind])
             updates[kind].params.append(p)
             updates[kind].states.append(state)
+            if MASTER in state:
+                updates[kind].with_whole_masters.append(p)
     return list(owners.values())

@@ -13,7 +13,8 @@ class WarmupLRScheduler:
     ``start_lr`` s is the rate at the end of the warm-up, which lasts ``warmup_iter`` w steps (any number, also a fraction);
     ``end_iter`` E is where the decay ends; ``num_iter`` n is the number of steps done so far. The constructor sets the rate.
 
-    The first parameter group gets the rate; every other keeps the ratio to the first that it had when it was first seen.
+    The first parameter group whose rate is not 0 gets the rate; every other keeps the ratio to it that it had when it was first
+    seen, so a group at 0 stays at 0. Where all groups are at 0, all get the rate. A rate that is a tensor stays that tensor.
     A subclass defines :meth:`get_lr_decay`, and may redefine :meth:`get_lr_warmup`. It adds the names of its own attributes to
     ``constants``, which are saved with the state.
     """
@@ -33,14 +34,14 @@ class WarmupLRScheduler:
         self.end_iter = end_iter
         self.optimizer = optimizer
         self.num_iter = num_iter
-        self._first_lr = _lr_at_start(optimizer.param_groups[0])
+        self._first_lr = next(filter(None, map(_lr_at_start, optimizer.param_groups)), 0.0)
         self._ratios: list[float] = []
         self._current_lr = 0.0
         self.step(num_iter)
 
     @property
     def current_lr(self) -> float:
-        """The rate that the first parameter group has now."""
+        """The rate now, which the first parameter group has."""
         return self._current_lr
 
     def get_lr(self) -> float:
@@ -65,7 +66,10 @@ class WarmupLRScheduler:
         for group in groups[len(self._ratios) :]:
             self._ratios.append(_lr_at_start(group) / self._first_lr if self._first_lr else 1.0)
         for group, ratio in zip(groups, self._ratios, strict=True):
-            group["lr"] = self._current_lr * ratio
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(self._current_lr * ratio)
+            else:
+                group["lr"] = self._current_lr * ratio
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that decides on future rates."""

@@ -4,9 +4,8 @@ Flat tensors, laid out like the parameters: gradients as they arrive, the weight
 types the float32 master or its remainder. That is 16 bytes per bfloat16 parameter, 14 with remainders; the device keeps parameters
 and gradients only.
 
-[Note: which weights count] The host steps its own copy of the weights. A whole master overwrites what somebody wrote to the
-parameter, on the device and here. Without one (float32 parameters, compact masters) a write to the parameter counts, as it does
-for ``AdamOptimizer``: the parameter's version tells that it was written, and the host's copy is read again.
+[Note: which weights count] The host steps its own copy of the weights. A write to the parameter counts, as it does for
+``AdamOptimizer``: the parameter's version tells that it was written, the host's copy is read again, and its master follows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 from bmt_core.ops import read_master, write_master
 from bmt_core.params.owner import owner_of
-from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State
+from bmt_optim.adam.parameter_state import MASTER, REMAINDER, State, followed_master
 from bmt_optim.offload.host_memory import HostMemory
 
 
@@ -52,15 +51,14 @@ class HostShard:
         return self._addresses != self._current_addresses()
 
     def refresh(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Read those of ``params`` that somebody wrote from the device, if that counts: see [Note: which weights count]."""
-        if MASTER in self.flat:
-            return
+        """Read those of ``params`` that somebody wrote from the device: see [Note: which weights count]."""
         known = [self._versions.get(p) for p in params]
         found = [p._version for p in params]
         if known != found:
             for p, old, new in zip(params, known, found, strict=True):
                 if old != new:
                     self._read_weight(p)
+                    self._follow_weight(self.views[p])
             self.note_versions(params)
 
     def note_versions(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -83,13 +81,14 @@ class HostShard:
             state.pop(key, None)
         state.setdefault("step", 0)
         state.update({key: views[key] for key in self._state_dtypes})
-        # The master that was given says what the weight is, whatever the parameter is now: the step will write it.
         self.note_versions([p])
 
     def _adopt_master(self, state: State, views: dict[str, torch.Tensor]) -> None:
         weight = views["weight"]
-        master: torch.Tensor | None = state.get(MASTER)
-        if REMAINDER in state:
+        master: torch.Tensor | None = None
+        if MASTER in state:
+            master = followed_master(state[MASTER].to("cpu"), weight)
+        elif REMAINDER in state:
             # The parameter may have been made another dtype since.
             master = read_master(weight.to(torch.bfloat16), state[REMAINDER].to("cpu"))
         if MASTER in views:
@@ -100,6 +99,10 @@ class HostShard:
                 write_master(master, weight, views[REMAINDER])
         elif master is not None:  # the parameter was made float32
             weight.copy_(master)
+
+    def _follow_weight(self, views: dict[str, torch.Tensor]) -> None:
+        if MASTER in views:
+            views[MASTER].copy_(followed_master(views[MASTER], views["weight"]))
 
     def _current_addresses(self) -> list[Any]:
         return [(p.data_ptr(), p.dtype, p.shape, p.stride()) for p in self.params]

@@ -1,8 +1,9 @@
 """Optimizer state as logical tensors by parameter name: independent of the ranks that hold its parts.
 
 The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard is stored whole, in the
-parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number); every other
-value is that of the first rank that has the parameter, which is not rank 0 for a layer of a later pipeline stage.
+parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number). Every other
+value must be the same on all ranks that have the parameter, and a number if the parameter is sharded: what an optimizer computes
+from a whole shard (a maximum, scales of blocks) means nothing at another number of ranks, and is refused.
 """
 
 from __future__ import annotations
@@ -22,23 +23,30 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
+from bmt_optim.state.group_options import Groups, check_options, load_options, matching_groups, named_groups
 
 Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Parameter]
 State = dict[str, dict[str, Any]]
 
 
 def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
-    """Return ``{"parameters": ..., "groups": ...}``: what :func:`gather` returns, and the groups' options. Collective."""
-    groups = [[_options(g) for g in optimizer.param_groups] for optimizer in optimizers]
-    return {"parameters": gather(optimizers, named_parameters), "groups": groups}
+    """Return ``{"parameters": ..., "shapes": ..., "groups": ...}``. Collective.
+
+    These are what :func:`gather` returns, the shapes of the whole parameters by name, and the options of the groups.
+    """
+    groups = _named_groups(optimizers, named_parameters)
+    with collective_section(world(), "gathering the optimizer state"):
+        parameters = _managed_parameters(optimizers, named_parameters)
+    agreed = _agree(parameters)
+    shapes = {name: list(info.shape) for name, info in agreed.items()}
+    return {"parameters": _gather(parameters, agreed), "shapes": shapes, "groups": groups}
 
 
 def check_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Raise :class:`CheckpointError` on every rank if :func:`load_logical_state` would, and change nothing. Collective."""
-    with collective_section(world(), "checking the optimizer state"):
-        _check_groups(optimizers, state["groups"])
+    _matched_groups(optimizers, state, named_parameters)
     _compare(optimizers, named_parameters, state["parameters"])
 
 
@@ -46,22 +54,23 @@ def load_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Take over what :func:`logical_state` returned. Collective."""
-    with collective_section(world(), "loading the optimizer state"):
-        _check_groups(optimizers, state["groups"])
+    matched = _matched_groups(optimizers, state, named_parameters)
     scatter(optimizers, named_parameters, state["parameters"])
-    for optimizer, groups in zip(optimizers, state["groups"], strict=True):
-        for target, saved in zip(optimizer.param_groups, groups, strict=True):
-            target.update(saved)
+    load_options(optimizers, matched)
 
 
 def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> State:
     """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective."""
     with collective_section(world(), "gathering the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
+    return _gather(parameters, _agree(parameters))
+
+
+def _gather(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _StateInfo]) -> State:
     owners = group_of_owners([parameter.p for parameter in parameters.values()])
     is_first = world().rank == 0
     whole: State = {}
-    for name, agreed in _agree(parameters).items():
+    for name, agreed in infos.items():
         parameter = parameters.get(name)
         state = {} if parameter is None else parameter.state
         entry: dict[str, Any] = {}
@@ -129,11 +138,16 @@ def _described(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _V
     }
 
 
-def _check_groups(optimizers: Sequence[ManagedOptimizer], groups: Sequence[Any]) -> None:
-    found = [len(of_optimizer) for of_optimizer in groups]
-    expected = [len(optimizer.param_groups) for optimizer in optimizers]
-    if found != expected:
-        raise CheckpointError(f"The state has {found} parameter groups per optimizer, and here there are {expected}.")
+def _matched_groups(
+    optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
+) -> Groups:
+    """Return the saved groups that belong to those here; raise on every rank if there are none, or their options do not fit."""
+    groups = _named_groups(optimizers, named_parameters)
+    with collective_section(world(), "loading the optimizer state"):
+        matched = matching_groups(state["groups"], groups)
+        check_options(optimizers, matched)
+        _check_shapes(_managed_parameters(optimizers, named_parameters), state.get("shapes", {}))
+    return matched
 
 
 @dataclass(frozen=True)
@@ -203,8 +217,10 @@ def _managed_parameters(
     return parameters
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def _named_groups(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> Groups:
+    with collective_section(world(), "naming the optimizers' parameters"):
+        parameters = _managed_parameters(optimizers, named_parameters)
+    return named_groups(optimizers, {parameter.p: name for name, parameter in parameters.items()})
 
 
 @dataclass(frozen=True)
@@ -220,13 +236,20 @@ class _ValueInfo:
     def of(cls, value: Any, *, is_sharded: bool) -> _ValueInfo:
         if not isinstance(value, torch.Tensor):
             return cls(None, None, False, value)
-        small = value.detach().cpu() if value.numel() == 1 and not is_sharded else None
+        small = value.detach().cpu() if value.numel() == 1 else None
         return cls(value.shape, value.dtype, is_sharded, small)
 
     @property
     def is_large(self) -> bool:
-        """Whether the value is a tensor that does not travel along."""
-        return self.shape is not None and self.small is None
+        """Whether the value is a tensor that does not travel along, or one of many parts."""
+        return self.shape is not None and (self.is_sharded or self.small is None)
+
+    def is_same_number(self, other: _ValueInfo) -> bool:
+        """Whether both are the same number, tensor or not; NaN is NaN."""
+        a, b = self.small, other.small
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            return type(a) is type(b) and bool(a == b)
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 @dataclass(frozen=True)
@@ -236,6 +259,7 @@ class _StateInfo:
     shape: torch.Size
     own_axes: frozenset[str]
     values: dict[str, _ValueInfo]
+    is_distributed: bool
     holder: int = 0
     """The first rank that has the parameter, once all have told."""
 
@@ -251,6 +275,7 @@ def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]
             parameter.shape,
             own_axes([parameter.p]),
             {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()},
+            isinstance(parameter.p, DistributedParameter),
         )
         for name, parameter in parameters.items()
     }
@@ -258,13 +283,32 @@ def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]
     axes = [{name: info.own_axes for name, info in report.items()} for report in reports]
     agreed = {}
     for name, holder in first_holders(world().ranks, [list(report) for report in reports], axes).items():
-        values: dict[str, _ValueInfo] = {}
-        for report in reports:
-            for key, info in report[name].values.items() if name in report else ():
-                if key not in values or (values[key].is_sharded and not info.is_sharded):
-                    values[key] = info
+        found = [report[name] for report in reports if name in report]
+        keys = dict.fromkeys(key for info in found for key in info.values)
+        values = {key: _agreed_value(name, key, found) for key in keys}
         agreed[name] = replace(reports[holder][name], holder=holder, values=values)
     return agreed
+
+
+def _agreed_value(name: str, key: str, found: Sequence[_StateInfo]) -> _ValueInfo:
+    values = [info.values[key] for info in found if key in info.values]
+    if all(value.is_sharded for value in values):
+        return values[0]
+    value = next(value for value in values if not value.is_sharded)
+    reason = None
+    if any(other.shape is not None and other.small is None for other in values):
+        # The parameter is ordinary: every rank has it all, and the same state of it.
+        reason = (
+            f"has shape {tuple(value.shape or ())}, not that of a rank's shard" if found[0].is_distributed else None
+        )
+    elif not all(value.is_same_number(other) for other in values):
+        reason = "differs between ranks"
+    if reason is not None:
+        raise CheckpointError(
+            f"{key} of {name!r} {reason}: the optimizer computed it from one rank's part, so it cannot be gathered. Save with"
+            " state_dict(), to load at the same number of ranks, or take an elementwise optimizer."
+        )
+    return value
 
 
 def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapping[str, _ValueInfo]]) -> None:
@@ -277,6 +321,10 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
         for key, info in infos[name].items():
             if isinstance(info.small, (str, bytes)):
                 raise CheckpointError(f"{key} of {name!r} is the text {info.small[:20]!r}, not a tensor or number.")
+        shapes = {key: info.shape for key, info in infos[name].items()}
+        complaint = parameter.optimizer.complaint_about_state(shapes, parameter.shape) if shapes else None
+        if complaint is not None:
+            raise CheckpointError(f"The state of {name!r} {complaint}.")
         if not isinstance(parameter.p, DistributedParameter):
             continue
         for key, info in infos[name].items():
@@ -284,6 +332,14 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
                 raise CheckpointError(
                     f"{key} of {name!r} has shape {tuple(info.shape)}, and the parameter here has {tuple(parameter.shape)}."
                 )
+
+
+def _check_shapes(parameters: Mapping[str, _ManagedParameter], shapes: Mapping[str, Sequence[int]]) -> None:
+    for name, parameter in parameters.items():
+        if tuple(shapes.get(name, parameter.shape)) != parameter.shape:
+            raise CheckpointError(
+                f"The state of {name!r} is of a parameter of shape {tuple(shapes[name])}, and here it has {tuple(parameter.shape)}."
+            )
 
 
 def _broadcast(

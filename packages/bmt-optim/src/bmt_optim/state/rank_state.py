@@ -10,6 +10,8 @@ import torch
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import rank
 from bmt_optim.current_run import world
+from bmt_optim.managed_optimizer import ManagedOptimizer
+from bmt_optim.state.torch_state import check_torch_state, with_all_options
 
 _REMEDY = "Save with state_dict(gather_opt=True) to load at any world size."
 
@@ -24,10 +26,12 @@ def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     }
 
 
-def check_rank_state(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
+def check_rank_state(
+    optimizers: Sequence[torch.optim.Optimizer], adapted: Sequence[ManagedOptimizer], state: Mapping[str, Any]
+) -> None:
     """Raise :class:`CheckpointError` unless ``state`` is that of this rank, at this world size, of parameters of these shapes.
 
-    Only what the state has is compared: those of BMTrain have no such entries.
+    ``adapted`` are the same optimizers. Of rank and world size only what the state has is compared: those of BMTrain have none.
     """
     size = state.get("world_size", world().size)
     if size != world().size:
@@ -42,13 +46,25 @@ def check_rank_state(optimizers: Sequence[torch.optim.Optimizer], state: Mapping
                 f"The state of optimizer {number} is of parameters of other shapes than on rank {rank()} now."
                 f" It belongs to another model or grid. {_REMEDY}"
             )
+    if len(state["optimizers"]) != len(optimizers):
+        raise CheckpointError(
+            f"The state is of {len(state['optimizers'])} optimizers, this manager has {len(optimizers)}."
+        )
+    for optimizer, managed, saved in zip(optimizers, adapted, state["optimizers"], strict=True):
+        if isinstance(optimizer, torch.optim.Optimizer):  # any other may have a state of its own form
+            check_torch_state(managed, saved, is_own="shapes" in state)
 
 
-def load_rank_state(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
+def load_rank_state(
+    optimizers: Sequence[torch.optim.Optimizer], adapted: Sequence[ManagedOptimizer], state: Mapping[str, Any]
+) -> None:
     """Take over what :func:`rank_state` returned, every bit of it."""
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-        _undo_rounding(optimizer, saved)
+    for optimizer, managed, saved in zip(optimizers, adapted, state["optimizers"], strict=True):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.load_state_dict(with_all_options(managed, saved))
+            _undo_rounding(optimizer, saved)
+        else:
+            optimizer.load_state_dict(saved)
 
 
 def _undo_rounding(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

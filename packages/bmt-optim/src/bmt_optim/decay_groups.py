@@ -1,0 +1,57 @@
+"""Parameter groups with and without weight decay, told apart by whole parameters: every rank's slice has one dimension."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import rank
+
+
+def param_groups(model: torch.nn.Module, *, weight_decay: float, no_decay: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Return two groups of all parameters of ``model`` for an optimizer: with ``weight_decay``, and without.
+
+    Without are those whose whole shape has fewer than two dimensions (biases, norms), and those of which a name matches a pattern
+    of ``no_decay`` in the way of file names; a tied parameter has several. Either group may be empty. Nothing is communicated.
+
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(7, 2), torch.nn.Linear(2, 3))
+    >>> groups = param_groups(model, weight_decay=0.1, no_decay=("0.*",))
+    >>> [(group["weight_decay"], [tuple(p.shape) for p in group["params"]]) for group in groups]
+    [(0.1, [(3, 2)]), (0.0, [(7, 2), (3,)])]
+    """
+    if isinstance(no_decay, str):
+        raise TypeError(f"no_decay takes several patterns: pass ({no_decay!r},).")
+    patterns = tuple(no_decay)
+    is_exempt: dict[torch.nn.Parameter, bool] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        matches = any(fnmatchcase(name, pattern) for pattern in patterns)
+        is_exempt[p] = is_exempt.get(p, len(_whole_shape(p)) < 2) or matches
+    decayed = [p for p, exempt in is_exempt.items() if not exempt]
+    others = [p for p, exempt in is_exempt.items() if exempt]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def warn_of_groups_by_slices(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn, on rank 0, of an empty group beside one that mixes sharded matrices and vectors: ``p.ndim >= 2`` made them."""
+    found = [group["params"] for group in groups]
+    if all(found) or rank() != 0:
+        return
+    for params in found:
+        shards = [p for p in params if isinstance(p, DistributedParameter)]
+        if len({len(_whole_shape(p)) >= 2 for p in shards}) == 2:
+            warnings.warn(
+                "One parameter group is empty, and another has sharded matrices and vectors together. Slices of both have one"
+                " dimension, so p.ndim does not tell them apart: take bmt.optim.param_groups(model, weight_decay=...).",
+                UserWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _whole_shape(p: torch.nn.Parameter) -> torch.Size:
+    return p.whole_shape if isinstance(p, DistributedParameter) else p.shape

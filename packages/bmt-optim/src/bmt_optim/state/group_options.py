@@ -1,0 +1,99 @@
+"""The options of parameter groups (learning rates, weight decay, ...), which belong to the names of the groups' parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.errors import CheckpointError
+from bmt_core.params.own_parameters import in_one_order
+from bmt_optim.current_run import world
+from bmt_optim.managed_optimizer import ManagedOptimizer
+
+Groups = list[list[dict[str, Any]]]
+"""The groups of each optimizer: their options, and under ``"params"`` the names of their parameters."""
+
+
+def named_groups(optimizers: Sequence[ManagedOptimizer], names: Mapping[torch.nn.Parameter, str]) -> Groups:
+    """Return the groups of ``optimizers``, each with the names of its parameters on all ranks. Collective."""
+    own = [[[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
+    reports: list[list[list[list[str]]]] = all_gather_object(own, world())
+    counts = [[len(groups) for groups in report] for report in reports]
+    if counts != counts[:1] * len(counts):  # which every rank sees
+        raise CheckpointError(f"Ranks have other numbers of parameter groups per optimizer: {counts}. Make them alike.")
+    return [
+        [
+            {
+                **{key: _copied(value, None) for key, value in _options(group).items()},
+                "params": in_one_order([report[i][j] for report in reports]),
+            }
+            for j, group in enumerate(optimizer.param_groups)
+        ]
+        for i, optimizer in enumerate(optimizers)
+    ]
+
+
+def matching_groups(saved: Groups, here: Groups) -> Groups:
+    """Return ``saved`` in the order of ``here``: groups of the same parameters belong together, wherever they stand.
+
+    Raises :class:`CheckpointError` if some group of an optimizer has other parameters than every group that was saved.
+    """
+    if len(saved) != len(here):
+        raise CheckpointError(f"The state is of {len(saved)} optimizers, and here there are {len(here)}.")
+    return [_matching(i, *groups) for i, groups in enumerate(zip(saved, here, strict=True))]
+
+
+def check_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> None:
+    """Raise :class:`CheckpointError` if some options are of another kind of optimizer."""
+    for i, (optimizer, groups) in enumerate(zip(optimizers, matched, strict=True)):
+        for group in groups:
+            complaint = optimizer.complaint_about_options(group)
+            if complaint is not None:
+                raise CheckpointError(f"The state of optimizer {i}, group {_listed(group)}, {complaint}.")
+
+
+def load_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> None:
+    """Give every group the options of its match; what a state lacks stays as it is."""
+    for optimizer, groups in zip(optimizers, matched, strict=True):
+        for target, saved in zip(optimizer.param_groups, groups, strict=True):
+            target.update({key: _copied(value, target.get(key)) for key, value in _options(saved).items()})
+
+
+def _matching(number: int, saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    left = list(saved)
+    found = []
+    for position, group in enumerate(here):
+        match = next((g for g in left if set(g["params"]) == set(group["params"])), None)
+        if match is None:
+            raise CheckpointError(
+                f"Group {position} of optimizer {number} has the parameters {_listed(group)}, and the state has no such group."
+                f" Its groups are {' and '.join(map(_listed, saved)) or 'none'}. Group the parameters as when it was saved."
+            )
+        left.remove(match)
+        found.append(match)
+    if left:
+        raise CheckpointError(
+            f"The state of optimizer {number} has one more group than here: {_listed(left[0])}."
+            " Group the parameters as when it was saved."
+        )
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _copied(value: Any, replaced: Any) -> Any:
+    """Return a copy of a tensor, such as a learning rate, which schedules change in place; on the device of what it replaces."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(replaced.device if isinstance(replaced, torch.Tensor) else "cpu", copy=True)
+
+
+def _listed(group: Mapping[str, Any]) -> str:
+    names = list(group["params"])
+    more = f", ... ({len(names)})" if len(names) > 3 else ""
+    return f"[{', '.join(names[:3])}{more}]"

@@ -1,0 +1,79 @@
+"""Optimizer states in the form of torch's ``state_dict()``, of whatever maker and version, compared with an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from bmt_core.errors import CheckpointError
+from bmt_optim.managed_optimizer import ManagedOptimizer
+
+_OTHER_GRID = (
+    "It was saved at another world size, or of another model. Save with gather_opt=True to load at any world size."
+)
+
+
+def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, is_own: bool = True) -> None:
+    """Raise :class:`CheckpointError` unless ``optimizer`` can go on from ``state``.
+
+    ``is_own`` False: nothing else is known of where ``state`` comes from, so tensors that are not of their parameters' shapes are
+    refused too.
+    """
+    if "state" not in state or "param_groups" not in state:
+        raise CheckpointError(
+            f"A state of an optimizer has 'state' and 'param_groups', and this one has {sorted(state)}."
+        )
+    groups, saved_groups = optimizer.param_groups, state["param_groups"]
+    found = [len(group["params"]) for group in saved_groups]
+    expected = [len(group["params"]) for group in groups]
+    if found != expected:
+        raise CheckpointError(
+            f"The state has groups of {found} parameters, and this optimizer of {expected}. {_OTHER_GRID}"
+        )
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        complaint = _other_names(group, saved) or optimizer.complaint_about_options(saved)
+        if complaint is not None:
+            raise CheckpointError(
+                f"Group {number} of the state {complaint}. Load it into optimizers like those that saved it."
+            )
+    for number, (p, entry) in enumerate(_entries(optimizer, state)):
+        shapes = {key: value.shape if isinstance(value, torch.Tensor) else None for key, value in entry.items()}
+        complaint = optimizer.complaint_about_state(shapes, p.shape) if shapes else None
+        if complaint is None and not is_own:
+            complaint = _other_shapes(shapes, p.shape)
+        if complaint is not None:
+            raise CheckpointError(f"The state of parameter {number} {complaint}. {_OTHER_GRID}")
+
+
+def with_all_options(optimizer: ManagedOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with the options that its groups lack, in the way of other makers and versions, as they are here."""
+    groups = [
+        {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, **saved}
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+    ]
+    return {**state, "param_groups": groups}
+
+
+def _entries(
+    optimizer: ManagedOptimizer, state: Mapping[str, Any]
+) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for p, index in zip(params, indices, strict=True):
+        yield p, state["state"].get(index, {})
+
+
+def _other_names(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    here, there = list(group.get("param_names", ())), list(saved.get("param_names", ()))
+    if not here or not there or here == there:
+        return None
+    return f"has the parameters {', '.join(there)}, and here it has {', '.join(here)}"
+
+
+def _other_shapes(shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+    for key, found in shapes.items():
+        if found and found != shape:
+            return f"has {key} of shape {tuple(found)}, and the parameter here has {tuple(shape)}"
+    return None
