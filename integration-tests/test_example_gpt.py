@@ -218,6 +218,20 @@ def test_gpt_trains_as_in_plain_torch(
             torch.testing.assert_close(trace["final"][name], value, rtol=1e-4, atol=2e-5, msg=name)
 
 
+def initial_values(chunks: int) -> dict[str, torch.Tensor]:
+    model = GPT(**{**SIZES, "num_layers": 4}, dtype=torch.float32, chunks=chunks)
+    bmt.init_parameters(model)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_first_values_are_those_of_one_process_where_stages_have_several_parts() -> None:
+    (expected,) = run_ranks(initial_values, 1, 1)
+    stages = run_ranks(initial_values, 2, 2, init={"pipe_size": 2})
+    assert {name for values in stages for name in values} == expected.keys()
+    for values in stages:
+        assert {name: value for name, value in values.items() if not torch.equal(value, expected[name])} == {}
+
+
 def logits_with_and_without_mask() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     model = GPT(**SIZES, dtype=torch.float32)
     bmt.init_parameters(model)
