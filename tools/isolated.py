@@ -38,7 +38,8 @@ for module, names in TABLE.items():
             missing.setdefault(home.package, error)
         else:
             sys.exit(f"{module}.{name} is there although {home.distribution} is not installed")
-print(*missing.values(), sep="\n")
+for error in missing.values():
+    print(error)
 """
 
 
