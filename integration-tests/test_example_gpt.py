@@ -145,6 +145,7 @@ def plain_trace() -> Trace:
 
 def sharded_trace(zero_level: int, use_checkpoint: bool, num_micro_batches: int) -> Trace:
     model = GPT(**SIZES, dtype=torch.float32, use_checkpoint=use_checkpoint, zero_level=zero_level)
+    torch.manual_seed(3)
     bmt.init_parameters(model)
     trace = Trace(initial={name: value.clone() for name, value in model.state_dict().items()}, steps=[])
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=LR, eps=EPS)
@@ -200,7 +201,7 @@ def plain() -> Trace:
 def test_gpt_trains_as_in_plain_torch(
     plain: Trace, world_size: int, tp_size: int, zero_level: int, use_checkpoint: bool, num_micro_batches: int
 ) -> None:
-    init = {"seed": 3, "tp_size": tp_size}
+    init = {"tp_size": tp_size}
     traces = run_ranks(sharded_trace, world_size, zero_level, use_checkpoint, num_micro_batches, init=init)
     for trace in traces:
         assert trace["initial"].keys() == plain["initial"].keys()
@@ -215,6 +216,20 @@ def test_gpt_trains_as_in_plain_torch(
                 torch.testing.assert_close(gradients[name], value, rtol=1e-4, atol=1e-6, msg=name)
         for name, value in plain["final"].items():
             torch.testing.assert_close(trace["final"][name], value, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def initial_values(chunks: int) -> dict[str, torch.Tensor]:
+    model = GPT(**{**SIZES, "num_layers": 4}, dtype=torch.float32, chunks=chunks)
+    bmt.init_parameters(model)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_first_values_are_those_of_one_process_where_stages_have_several_parts() -> None:
+    (expected,) = run_ranks(initial_values, 1, 1)
+    stages = run_ranks(initial_values, 2, 2, init={"pipe_size": 2})
+    assert {name for values in stages for name in values} == expected.keys()
+    for values in stages:
+        assert {name: value for name, value in values.items() if not torch.equal(value, expected[name])} == {}
 
 
 def logits_with_and_without_mask() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -351,6 +366,7 @@ def test_evaluation_and_sample_are_identical_on_any_number_of_ranks() -> None:
     ]
     assert len(set(along_tp)) == 1
     assert along_tp[0] == (pytest.approx(loss, rel=1e-6), sample)
+    assert set(run_ranks(evaluation_and_sample, 4, 150, init={"pipe_size": 2})) == {results[0]}
 
 
 # --- train.py ---
@@ -397,9 +413,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         (4, "--zero-level 0 --accumulate 2"),
         (2, "--tp 2 --zero-level 1 --accumulate 2"),
         (4, "--tp 2 --zero-level 3 --no-checkpoint"),
+        (2, "--pipe 2 --micro-batches 4"),
+        (4, "--pipe 2 --schedule gpipe --zero-level 1 --no-checkpoint"),
+        (4, "--pipe 2 --tp 2 --micro-batches 8 --zero-level 2"),
     ],
 )
-def test_sharding_and_accumulation_do_not_change_what_is_trained(
+def test_sharding_pipelines_and_accumulation_do_not_change_what_is_trained(
     tmp_path: Path, one_rank: list[dict[str, Any]], ranks: int, arguments: str
 ) -> None:
     records = small_run(tmp_path, "--steps", 6, *arguments.split(), ranks=ranks)
@@ -452,7 +471,7 @@ def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
     assert done[-1] == whole[-1]
 
 
-@pytest.mark.parametrize("grid", ["--tp 1", "--tp 2"])
+@pytest.mark.parametrize("grid", ["--tp 1", "--tp 2", "--pipe 2"])
 def test_a_run_goes_on_on_one_rank(tmp_path: Path, grid: str) -> None:
     line = ["--steps", 8, "--checkpoint-every", 4]
     whole = small_run(tmp_path / "whole", *line, *grid.split())
@@ -480,6 +499,11 @@ def test_resuming_another_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
             "--tp 2 --accumulate 3",
             "--batch-size 8 is not a multiple of 1 groups of --tp 2 ranks x --accumulate 3. Try 6.",
         ),
+        (
+            "--pipe 2 --micro-batches 3",
+            "--batch-size 8 is not a multiple of 1 groups of --pipe 2 ranks x --micro-batches 3. Try 6.",
+        ),
+        ("--pipe 2 --layers 1", "1 layers cannot be split into 2 parts."),
         ("--tp 2 --dim 33 --heads 3 --seq-len 15", "--tp 2 must divide --heads 3 and --seq-len 15."),
     ],
 )

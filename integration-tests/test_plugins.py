@@ -361,6 +361,5 @@ def test_unknown_disabled_plugin_is_an_error_on_every_rank() -> None:
     ("setting", "axis", "package"), [("tp_size", "tp", "bmt-tp"), ("pipe_size", "pp", "bmt-pipeline")]
 )
 def test_axis_of_a_missing_package_names_the_package_on_every_rank(setting: str, axis: str, package: str) -> None:
-    disabled = {"BMT_DISABLE_PLUGINS": package} if entry_points(group="bmt", name=package) else {}
-    outcomes = outcomes_of_start(environments=[disabled] * 2, **{setting: 2})
+    outcomes = outcomes_of_start(environments=[{"BMT_DISABLE_PLUGINS": package}] * 2, **{setting: 2})
     assert_same(outcomes, ConfigError, f"{setting}=2 needs the axis '{axis}'", package)

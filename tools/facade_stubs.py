@@ -2,7 +2,6 @@
 """Write the facade's stubs (``*.pyi``) from its table, so that type checkers see the real things behind the lazy names.
 
 Run with the Python of ``.venv`` after each change to the table: ``.venv/bin/python tools/facade_stubs.py``.
-Names of packages that do not exist yet get no entry: they have no types.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bmtrain._table import NOT_YET, TABLE, submodules
+from bmtrain._table import TABLE, submodules
 
 ROOT = Path(__file__).resolve().parent.parent
 FACADE = ROOT / "packages" / "bmtrain" / "src" / "bmtrain"
@@ -42,8 +41,7 @@ def stub_text(module: str) -> str:
     """Return the stub of ``module``."""
     lines = ["# Written by tools/facade_stubs.py from bmtrain/_table.py.", ""]
     for name, home in TABLE[module].items():
-        if home.package not in NOT_YET:
-            lines.append(f"from {home.module} import {home.attribute} as {name}")
+        lines.append(f"from {home.module} import {home.attribute} as {name}")
     children = [name for name in submodules(module) if name not in TABLE[module]]
     lines += [f"from . import {name} as {name}" for name in children]
     if module == "bmtrain":

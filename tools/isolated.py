@@ -25,8 +25,7 @@ CHECK_FACADE = """
 import importlib, importlib.util, sys
 from bmtrain._table import TABLE
 
-import bmtrain as bmt
-
+missing = {}
 for module, names in TABLE.items():
     for name, home in names.items():
         if importlib.util.find_spec(home.package) is not None:
@@ -36,12 +35,11 @@ for module, names in TABLE.items():
             getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
             assert home.distribution in str(error), error
+            missing.setdefault(home.package, error)
         else:
             sys.exit(f"{module}.{name} is there although {home.distribution} is not installed")
-try:
-    bmt.PipelineTransformerBlockList
-except ModuleNotFoundError as error:
-    print("bmt.PipelineTransformerBlockList ->", error)
+for error in missing.values():
+    print(error)
 """
 
 

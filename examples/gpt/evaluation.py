@@ -21,8 +21,10 @@ class Evaluation:
         count = min(num_windows, len(windows))
         self._windows = windows
         self._loss_func = bmt.loss.FusedCrossEntropy(reduction="none", parallel=True)
-        # Which windows form a batch does not depend on the number of ranks, so that neither does any rounding.
-        self._batches = torch.split(torch.arange(count) * len(windows) // count, BATCH_SIZE)
+        # Which windows form a batch does not depend on the number of ranks, so that neither does any rounding. The ranks of a
+        # pipeline pass batches of one shape, so the last one is filled up, with windows that do not count.
+        indices = torch.arange(count) * len(windows) // count
+        self._batches = torch.split(torch.nn.functional.pad(indices, (0, -count % BATCH_SIZE)), BATCH_SIZE)
         self._num_bytes = count * windows.length
 
     @torch.no_grad()
@@ -40,10 +42,11 @@ class Evaluation:
             inputs, targets = self._windows.take(self._batches[min(index, len(self._batches) - 1)])
             positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
             logits = model(inputs.to(device), positions)
-            if index < len(self._batches):
-                losses = self._loss_func(logits.flatten(0, 1), targets.to(device).flatten())
-                # Ranks along tp have the same losses, and one of them counts.
-                sums[number] = losses.double().sum() if bmt.config["tp_rank"] == 0 else 0.0
+            losses = self._loss_func(logits.flatten(0, 1), targets.to(device).flatten())
+            # Ranks along tp have the same losses, and one of them counts.
+            if bmt.config["tp_rank"] == 0:
+                rest = self._num_bytes - index * BATCH_SIZE * self._windows.length
+                sums[number] = losses[: max(0, rest)].double().sum()
         model.train(was_training)
         # fsum rounds once, so the order, which depends on the number of ranks, does not matter.
         return math.fsum(bmt.gather_result(sums).tolist()) / self._num_bytes

@@ -14,8 +14,8 @@ def generate(
 ) -> bytes:
     """Continue ``prompt`` by ``length`` bytes, each drawn from the model's distribution given the ``context`` bytes before.
 
-    Every rank makes the same calls and draws the same bytes, because blocks of ZeRO level 3 need all ranks in every forward.
-    Collective.
+    Every rank makes the same calls and draws the same bytes, because blocks of ZeRO level 3 need all ranks in every forward, and
+    the stages of a pipeline need each other. Collective.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)

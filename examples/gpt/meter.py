@@ -23,7 +23,7 @@ class Meter:
         self._restart()
 
     def add(self, loss: torch.Tensor, num_tokens: int) -> None:
-        """Take note of one step: mean loss and number of tokens of this rank's data."""
+        """Take note of one step: mean loss and number of tokens of this data rank."""
         self._loss = self._loss + loss.detach()
         self._steps += 1
         self._tokens += num_tokens
@@ -31,7 +31,7 @@ class Meter:
     def read(self) -> tuple[float, float]:
         """Return mean loss and tokens per second of all ranks since the last reading. Collective."""
         loss = bmt.sum_loss(self._loss.float() / self._steps).item()
-        speed = self._tokens * bmt.current().topology.data_size / (time.perf_counter() - self._started)
+        speed = self._tokens * bmt.current().topology.axis_size("dp") / (time.perf_counter() - self._started)
         self._restart()
         return loss, speed
 

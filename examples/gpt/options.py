@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from bmt_pipeline.schedules import SCHEDULES
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTS = "checkpoints"
 _LATEST = Path("latest")  # stands for: --resume without a path
@@ -56,6 +58,9 @@ class Options:
     clip: float
     zero_level: int
     tp: int
+    pipe: int
+    micro_batches: int | None
+    schedule: str
     checkpoint: bool
     log_every: int
     eval_every: int
@@ -72,16 +77,18 @@ class Options:
         if values["resume"] is _LATEST:
             values["resume"] = values["out"] / CHECKPOINTS
         options = cls(**values)
-        positive = (
-            "steps batch_size seq_len accumulate layers dim heads tp log_every eval_every eval_windows checkpoint_every"
-        )
-        for name in positive.split():
-            if getattr(options, name) < 1:
-                parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}.")
+        positive = "steps batch_size seq_len accumulate layers dim heads tp pipe micro_batches log_every eval_every"
+        for name in [*positive.split(), "eval_windows", "checkpoint_every"]:
+            if (value := getattr(options, name)) is not None and value < 1:
+                parser.error(f"--{name.replace('_', '-')} must be at least 1, not {value}.")
         if options.dim % options.heads != 0:
             parser.error(f"--dim {options.dim} is not a multiple of --heads {options.heads}.")
         if options.resume is not None and options.init is not None:
             parser.error("--resume brings its own weights: leave out --init.")
+        if options.pipe > 1 and options.accumulate > 1:
+            parser.error("--pipe divides the batch into --micro-batches: leave out --accumulate.")
+        if options.pipe == 1 and (options.micro_batches or options.schedule != parser.get_default("schedule")):
+            parser.error("--micro-batches and --schedule are those of a pipeline: give --pipe 2 or more.")
         return options
 
     def fixed(self) -> dict[str, Any]:
@@ -137,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     sharding = _adder(parser, "sharding")
     sharding("--zero-level", type=int, choices=range(4), default=3, help="ZeRO level of the blocks")
     sharding("--tp", type=int, default=1, help="ranks that compute each block together, on the same sequences")
+    sharding("--pipe", type=int, default=1, help="stages of a pipeline, over which the blocks are divided")
+    sharding("--micro-batches", type=int, help="with --pipe: micro-batches per step; without: as many as stages")
+    sharding("--schedule", choices=sorted(SCHEDULES), default="1f1b", help="with --pipe: the order of the stages' work")
     sharding(
         "--no-checkpoint", dest="checkpoint", action="store_false", help="keep activations instead of recomputing them"
     )

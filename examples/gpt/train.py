@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
+from bmt_pipeline import train_step
 from evaluation import Evaluation
 from generation import generate, printable
 from meter import Meter
@@ -24,7 +25,13 @@ from windows import Shard, Windows
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line asks."""
     options = Options.parse(arguments)
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, tp_size=options.tp, device=options.device)
+    bmt.init_distributed(
+        seed=options.seed,
+        pipe_size=options.pipe,
+        tp_size=options.tp,
+        zero_level=options.zero_level,
+        device=options.device,
+    )
     try:
         train(options)
     finally:
@@ -36,13 +43,13 @@ def train(options: Options) -> None:
     check_sizes(options)
     text = read_text(options.data, options.max_bytes)
     windows = Windows(text.training_bytes(), options.seq_len)
-    topology = bmt.current().topology
+    topology = bmt.current().topology  # ranks along pp and tp train on one batch together
     shard = Shard(
         len(windows),
         batch_size=options.batch_size,
         seed=options.seed,
-        rank=topology.data_rank,
-        world_size=topology.data_size,
+        rank=topology.axis_rank("dp"),
+        world_size=topology.axis_size("dp"),
     )
     evaluate = Evaluation(Windows(text.held_out_bytes(), options.seq_len), options.eval_windows)
 
@@ -81,7 +88,10 @@ def train(options: Options) -> None:
         for step in range(done + 1, options.steps + 1):
             inputs, targets = windows.take(shard.indices(step - 1))
             optim_manager.zero_grad()
-            loss = accumulate_gradients(model, loss_func, optim_manager, inputs, targets, options.accumulate)
+            if options.pipe > 1:
+                loss = pipeline_gradients(model, loss_func, optim_manager, inputs, targets, options)
+            else:
+                loss = accumulate_gradients(model, loss_func, optim_manager, inputs, targets, options.accumulate)
             grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
             lr = lr_scheduler.current_lr
             optim_manager.step()
@@ -123,6 +133,7 @@ def build_model(options: Options) -> GPT:
         bias=True,
         dtype=DTYPES[options.dtype],
         use_checkpoint=options.checkpoint,
+        chunks=2 if options.schedule == "interleaved" else 1,
     )
     bmt.init_parameters(model)
     if options.init is not None:
@@ -153,6 +164,27 @@ def accumulate_gradients(
     return total
 
 
+def pipeline_gradients(
+    model: GPT,
+    loss_func: torch.nn.Module,
+    optim_manager: Any,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    options: Options,
+) -> torch.Tensor:
+    """Run forward and backward of the pipeline's batch, by the schedule of ``options``, and return its mean loss."""
+    device = next(model.parameters()).device
+    positions = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
+    return train_step(
+        model,
+        lambda logits, y: loss_func(logits.flatten(0, 1), y.flatten()),
+        ((inputs.to(device), positions), targets.to(device)),
+        options.schedule,
+        options.micro_batches,
+        manager=optim_manager,
+    )
+
+
 def resume(path: Path, model: torch.nn.Module, optim_manager: Any, identity: dict[str, Any]) -> tuple[int, float]:
     """Load the checkpoint at ``path``; return the number of steps that it has behind it and the held-out loss before the first."""
     restored = bmt.load_checkpoint(path, model, optim_manager)
@@ -171,12 +203,15 @@ def check_sizes(options: Options) -> None:
     uneven = [f"{name} {size}" for name, size in sizes.items() if size % options.tp != 0]
     if uneven:
         raise ValueError(f"--tp {options.tp} must divide {' and '.join(uneven)}.")
-    data_size = bmt.current().topology.data_size
-    parts = data_size * options.accumulate
+    data_size = bmt.current().topology.axis_size("dp")
+    micro_batches = (options.micro_batches or options.pipe) if options.pipe > 1 else options.accumulate
+    parts = data_size * micro_batches
     if options.batch_size % parts != 0:
-        ranks = f"{data_size} ranks" if options.tp == 1 else f"{data_size} groups of --tp {options.tp} ranks"
+        grid = " ".join(f"--{name} {getattr(options, name)}" for name in ("pipe", "tp") if getattr(options, name) > 1)
+        ranks = f"{data_size} groups of {grid} ranks" if grid else f"{data_size} ranks"
+        divider = "--micro-batches" if options.pipe > 1 else "--accumulate"
         raise ValueError(
-            f"--batch-size {options.batch_size} is not a multiple of {ranks} x --accumulate {options.accumulate}."
+            f"--batch-size {options.batch_size} is not a multiple of {ranks} x {divider} {micro_batches}."
             f" Try {max(1, options.batch_size // parts) * parts}."
         )
 
@@ -194,8 +229,11 @@ def common_fingerprint(text: Text) -> int:
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Return the number of elements of all parameters, whole."""
-    return sum(p.full_shape.numel() for p in model.parameters() if isinstance(p, bmt.DistributedParameter))
+    """Return the number of elements of all parameters, whole. Collective, because stages have different ones."""
+    own = {
+        name: p.full_shape.numel() for name, p in model.named_parameters() if isinstance(p, bmt.DistributedParameter)
+    }
+    return sum({name: size for sizes in bmt.store.allgather_objects(own) for name, size in sizes.items()}.values())
 
 
 def write_sample(options: Options, model: torch.nn.Module, report: Report) -> None:

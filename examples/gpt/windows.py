@@ -26,7 +26,9 @@ class Windows:
 
 
 class Shard:
-    """The windows that one data rank trains on, disjoint from every other's, for ever. Ranks along ``tp`` are one data rank.
+    """The windows that one data rank trains on, disjoint from every other's, for ever.
+
+    Ranks along ``pp`` and ``tp`` are one data rank.
 
     The global batch has ``batch_size`` slots. Slot s owns the windows s, s + batch_size, s + 2 * batch_size, …, and a rank
     owns ``batch_size / world_size`` consecutive slots. Each slot goes through its windows in an order of its own, drawn

@@ -1,7 +1,8 @@
 """``GPT``: a language model of pre-norm transformer blocks, with input and output embeddings tied.
 
 Between layers, activations are (length / tp, batch, dim_model), where ``tp`` is the ``tp_size`` of the run. Sequence first, so that
-each rank along ``tp`` has its part of the positions, and a batch of 1 can be cut, too.
+each rank along ``tp`` has its part of the positions, and a batch of 1 can be cut, too. The blocks are divided over the
+``pipe_size`` stages of the run; with one stage they are an ordinary list.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
+from bmt_pipeline import PipelineModel
 from layers import Attention, Embedding, FeedForward, LayerNorm
 
 # Small embeddings and small outputs of the blocks: the first logits are near zero, so the first loss is near ln(vocab_size),
@@ -43,9 +45,10 @@ class TransformerEncoder(bmt.DistributedModule):
         return hidden
 
 
-class GPT(bmt.DistributedModule):
+class GPT(PipelineModel):
     """The GPT of BMTrain's example. ``use_checkpoint`` and ``zero_level`` are those of every block: see ``bmt.Block``.
 
+    ``chunks``: into how many parts the blocks of one stage are cut, for schedules that want several.
     ``tp`` must divide ``num_heads``, ``dim_ff``, ``vocab_size`` and the length of what it is called with.
     """
 
@@ -63,6 +66,7 @@ class GPT(bmt.DistributedModule):
         *,
         use_checkpoint: bool = True,
         zero_level: int | None = None,
+        chunks: int = 1,
     ) -> None:
         super().__init__()
         self.max_distance = max_distance
@@ -70,22 +74,21 @@ class GPT(bmt.DistributedModule):
             vocab_size, dim_model, dtype=dtype or torch.get_default_dtype(), init_std=EMBEDDING_STD
         )
         self.position_embedding = Embedding(max_distance, dim_model, dtype=dtype, init_std=EMBEDDING_STD)
-        self.transformers = bmt.TransformerBlockList(
-            [
-                bmt.Block(
-                    TransformerEncoder(dim_model, dim_head, num_heads, dim_ff, bias, dtype),
-                    use_checkpoint=use_checkpoint,
-                    zero_level=zero_level,
-                )
-                for _ in range(num_layers)
-            ]
-        )
+
+        def make_block() -> torch.nn.Module:
+            block = TransformerEncoder(dim_model, dim_head, num_heads, dim_ff, bias, dtype)
+            return bmt.Block(block, use_checkpoint=use_checkpoint, zero_level=zero_level, mode="PIPE")
+
+        # Functions, not blocks: each stage makes its own blocks and no others.
+        self.transformers = bmt.PipelineTransformerBlockList([make_block] * num_layers, batch_dim=1, chunks=chunks)
         self.layernorm = LayerNorm(dim_model, bias=bias, dtype=dtype)
 
-    def forward(self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits (batch, length, vocab_size / tp) of the token after each of ``input_ids`` (batch, length).
+    def before_layers(
+        self, input_ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the first hidden states for ``input_ids`` (batch, length), and which positions see which.
 
-        What is passed is alike on all ranks along ``tp``; the logits are those of this rank's part of the vocabulary.
+        What is passed is alike on all ranks along ``tp``.
 
         ``pos`` (batch, length) are the positions, below ``max_distance``. ``mask`` (batch, length) is False at padding, which no
         other position reads; what comes out there means nothing. None: no padding, and ``pos`` ascends, which is faster.
@@ -96,7 +99,10 @@ class GPT(bmt.DistributedModule):
             # Padding reads itself: the softmax over nothing is not a number, and would reach the parameters' gradients.
             visible = visible | torch.eye(pos.shape[1], dtype=torch.bool, device=pos.device)
         hidden = self.input_embedding(own_positions(input_ids)) + self.position_embedding(own_positions(pos))
-        hidden = self.transformers(hidden, visible)
+        return hidden, visible
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits (batch, length, vocab_size / tp) of the token after each; of this rank's part of the vocabulary."""
         logits: torch.Tensor = self.input_embedding(self.layernorm(hidden), projection=True)
         return logits
 

@@ -349,7 +349,7 @@ def test_hook_bmt_mesh_axes() -> None:
     ("settings", "advice"),
     [
         (RunSettings(tp_size=2), "Install bmt-tp: "),
-        (RunSettings(pipe_size=2), "bmt-pipeline, does not exist yet"),
+        (RunSettings(pipe_size=2), "Install bmt-pipeline: "),
     ],
 )
 def test_axis_that_nobody_provides_names_the_package(settings: RunSettings, advice: str) -> None:

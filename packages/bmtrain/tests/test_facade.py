@@ -14,7 +14,7 @@ import pytest
 
 import bmtrain
 from bmtrain._lazy import resolve
-from bmtrain._table import FILE_MODULES, INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
+from bmtrain._table import FILE_MODULES, INSTALL_HINTS, TABLE, Home, submodules
 
 PACKAGES = Path(__file__).parents[2]
 
@@ -37,9 +37,7 @@ def test_stub_says_what_the_table_says(module: str) -> None:
     imports = [node for node in ast.parse(stub_of(module).read_text()).body if isinstance(node, ast.ImportFrom)]
     names = {alias.asname: (node.module, alias.name) for node in imports if not node.level for alias in node.names}
     children = {alias.asname for node in imports if node.level for alias in node.names}
-    # A package that does not exist yet has no types.
-    expected = {name: home for name, home in TABLE[module].items() if home.package not in NOT_YET}
-    assert names == expected
+    assert names == TABLE[module]
     assert children == set(submodules(module)) - set(TABLE[module])
 
 
@@ -68,10 +66,10 @@ def test_names_are_public_where_they_come_from(module: str) -> None:
             assert home.attribute in getattr(source, "__all__", dir(source))
 
 
-def test_package_that_does_not_exist_yet_is_in_no_directory_and_every_other_has_a_hint() -> None:
+def test_every_package_that_names_come_from_has_a_directory_and_a_hint() -> None:
     packages = {home.package for names in TABLE.values() for home in names.values()} - {"bmtrain"}
-    assert packages == {*INSTALL_HINTS, *NOT_YET}
-    assert {package for package in packages if (PACKAGES / package.replace("_", "-")).is_dir()} == {*INSTALL_HINTS}
+    assert packages == {*INSTALL_HINTS}
+    assert all((PACKAGES / package.replace("_", "-")).is_dir() for package in packages)
 
 
 ASK = """
@@ -95,8 +93,9 @@ except ModuleNotFoundError as error:
         ),
         (
             "pipe_layer.PipelineTransformerBlockList",
-            "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList will be provided by bmt-pipeline, "
-            "a package that does not exist yet.\n",
+            "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline, which is not installed. "
+            'Install it with: pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core '
+            "./packages/bmt-pipeline\n",
         ),
     ],
 )
@@ -112,11 +111,10 @@ def test_missing_package_is_named_with_the_line_to_type(tmp_path: Path, name: st
 
 
 def test_missing_package_is_named_by_import_from_too() -> None:
-    if importlib.util.find_spec("bmt_pipeline") is not None:
-        pytest.skip("bmt-pipeline is installed")
-    result = python("from bmtrain.pipe_layer import PipelineTransformerBlockList")
+    without = "import importlib.util; importlib.util.find_spec = lambda name: None; "
+    result = python(without + "from bmtrain.pipe_layer import PipelineTransformerBlockList")
     assert result.returncode == 1
-    assert "bmt.pipe_layer.PipelineTransformerBlockList will be provided by bmt-pipeline" in result.stderr
+    assert "bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline" in result.stderr
 
 
 def test_import_error_inside_an_installed_package_passes_unchanged(

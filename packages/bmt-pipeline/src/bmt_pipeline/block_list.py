@@ -40,10 +40,10 @@ class PipelineTransformerBlockList(LayerList):
     (:func:`init_distributed`; default ``pipe_size``), and the last stage sends each rank its outputs, as GPipe does (Huang et al.
     2019): all forwards in the call, all backwards in its backward. What comes before and after the list stays data parallel.
 
-    ``modules``: raw modules become Blocks of the package that makes them (bmt-zero), local to the stage; a Block must have been made
-    with ``mode="PIPE"`` (AssertionError otherwise); a function without arguments is called on the stage of the layer alone, under
-    random numbers of its own, so that its values are the same for any number of stages, and nothing else of the model is made there.
-    Of ready modules a stage keeps its own. Parameters are named by the layer's number in the whole list, so files fit any grid.
+    ``modules``: raw modules become Blocks of the package that makes them (bmt-zero), local to the stage; a Block must have been
+    made with ``mode="PIPE"`` (AssertionError otherwise); a function without arguments is called on the stage of the layer alone,
+    under random numbers of its own, so that its values are the same for any number of stages. Of ready modules a stage keeps its
+    own. Parameters are named by the layer's number in the whole list, so files fit any grid.
     ``num_hidden``: how many leading arguments flow through, see :class:`TransformerBlockList`.
 
     ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models). ``costs``, one number per layer in
@@ -51,8 +51,8 @@ class PipelineTransformerBlockList(LayerList):
     ``chunks`` and ``placement`` cut the list into ``pipe_size * chunks`` parts, for schedules that want several per stage: see
     :func:`train_step`.
 
-    Making it is collective where a module's parameters were sharded before. Raises :class:`ConfigError` for fewer layers than parts,
-    and for a module that stands on two stages. With ``pipe_size`` 1 it is the ordinary list.
+    Making it is collective where a module's parameters were sharded before. Raises :class:`ConfigError` for fewer layers than
+    parts, and for a module that stands on two stages. With ``pipe_size`` 1 it is the ordinary list.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ def _as_block(module: nn.Module) -> nn.Module:
 
 
 def _is_sharded_over_stages(module: nn.Module) -> bool:
-    """Whether other stages hold parts of the parameters, so that all ranks take part in gathering them for the stage of the layer."""
+    """Whether other stages hold parts of the parameters, so that all ranks gather them for the stage of the layer."""
     parameters = list(module.parameters())
     return any(isinstance(p, DistributedParameter) for p in parameters) and AXIS not in own_axes(parameters)
 

@@ -81,8 +81,8 @@ class PipelinedCall:
     def run(self, needs_gradients: bool) -> list[torch.Tensor]:
         """Return the rows that the layers make of the whole batch, on the last stage; without rows on the others.
 
-        One tensor per tensor of the last layer's hidden states, and then one per hidden state with the inputs of this stage's layers,
-        if they are kept: rows of (rank, layer, row of the rank).
+        One tensor per tensor of the last layer's hidden states, and then one per hidden state with the inputs of this stage's
+        layers, if they are kept: rows of (rank, layer, row of the rank).
         """
         if not needs_gradients:
             return self._run_forward()

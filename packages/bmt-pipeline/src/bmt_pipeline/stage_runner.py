@@ -107,7 +107,7 @@ class StageRunner:
             if action.kind is Kind.FORWARD:
                 self._forward(action)
             elif action.kind is Kind.WEIGHT_GRADIENT:
-                self._try(lambda: self._postponed.pop(_key(action)).compute())
+                self._compute_weight_gradients(action)
             else:
                 self._backward(action)
 
@@ -185,6 +185,9 @@ class StageRunner:
         if part == 0:
             self._ends.take_input_gradients(action.micro_batch, found)
         return found
+
+    def _compute_weight_gradients(self, action: Action) -> None:
+        self._try(lambda: self._postponed.pop(_key(action)).compute())
 
     def _inputs_of(self, action: Action, part: int) -> list[torch.Tensor]:
         return self._received(Output(Content.ACTIVATION, action.micro_batch, part - 1)) if part > 0 else []

@@ -45,8 +45,9 @@ def train_step(
 
     ``batch`` is (inputs, targets), one per pipeline: all ranks of a pipeline may pass it, the first stage reads the inputs and the
     stage of the last layer the targets; others may pass None for what they do not read. Inputs, a tensor or a tuple, go to
-    ``model.before_layers``. Both are divided into ``num_micro_batches`` (default: that of :func:`init_distributed`, else the number of
-    stages) along dim 0. ``loss_fn(output, targets)`` returns the mean of a micro-batch; the loss of the batch is the mean of those.
+    ``model.before_layers``. Both are divided into ``num_micro_batches`` (default: that of :func:`init_distributed`, else the number
+    of stages) along dim 0. ``loss_fn(output, targets)`` returns the mean of a micro-batch; the loss of the batch is the mean of
+    those.
 
     Schedules: ``"1f1b"`` and ``"gpipe"``; ``"zero-bubble"``, which computes weight gradients when a stage would wait; for a list of
     layers made with ``chunks=2`` or more ``"interleaved"``, and with ``chunks=2, placement="v"`` ``"zero-bubble"``; or a
@@ -58,8 +59,8 @@ def train_step(
         loss = train_step(model, loss_fn, (ids, targets), "1f1b", num_micro_batches=8, manager=optim_manager)
         optim_manager.step()
 
-    Collective over all ranks. Raises :class:`ConfigError` on all ranks of a pipeline if the batch cannot be divided or the schedule is
-    not defined for these sizes; if a stage fails, its error there and :class:`RemoteError` with its traceback elsewhere.
+    Collective over all ranks. Raises :class:`ConfigError` on all ranks of a pipeline if the batch cannot be divided or the schedule
+    is not defined for these sizes; if a stage fails, its error there and :class:`RemoteError` with its traceback elsewhere.
     """
     if not isinstance(model, PipelineModel):
         raise TypeError(
@@ -208,6 +209,6 @@ def _micro_batches(value: Any, count: int, what: str) -> list[Any]:
 def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -> None:
     if schedule.placement is not layers.placement and schedule.chunks > 1:
         raise ConfigError(
-            f"The schedule {schedule.name!r} with chunks={schedule.chunks} needs the placement {schedule.placement.value!r}, and the list"
-            f" of layers has {layers.placement.value!r}. Make it with placement={schedule.placement.value!r}."
+            f"The schedule {schedule.name!r} with chunks={schedule.chunks} needs the placement {schedule.placement.value!r}, and"
+            f" the list of layers has {layers.placement.value!r}. Make it with placement={schedule.placement.value!r}."
         )

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from bmtrain._table import FILE_MODULES, INSTALL_HINTS, NOT_YET, TABLE, Home, submodules
+from bmtrain._table import FILE_MODULES, INSTALL_HINTS, TABLE, Home, submodules
 
 
 def make_lazy(module: ModuleType) -> None:
@@ -47,8 +47,6 @@ def resolve(home: Home, asked: str) -> Any:
 
 
 def _missing(home: Home, asked: str) -> str:
-    if home.package in NOT_YET:
-        return f"{asked} will be provided by {home.distribution}, a package that does not exist yet."
     install = INSTALL_HINTS[home.package]
     return f"{asked} is provided by {home.distribution}, which is not installed. Install it with: {install}"
 

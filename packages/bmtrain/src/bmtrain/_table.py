@@ -85,13 +85,11 @@ TABLE: dict[str, dict[str, Home]] = {
 FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.store", "bmtrain.utils")
 """Public modules with code of their own, which only scripts written for BMTrain need."""
 
-NOT_YET = ("bmt_pipeline",)
-"""Packages that do not exist yet. Their names are in the table, so that an error can name the package."""
-
 # Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
 INSTALL_HINTS = {
     "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
     "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
+    "bmt_pipeline": 'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-pipeline',
     "bmt_tp": 'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
     "bmt_zero": 'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
 }

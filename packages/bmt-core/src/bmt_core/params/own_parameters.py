@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
 
 import torch
 
@@ -90,20 +94,22 @@ def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list
 def in_one_order(names: Sequence[Sequence[str]]) -> list[str]:
     """Merge the names that several ranks have, each in the order of its model, into the order of the whole model.
 
-    Names that all ranks have divide each list into sections; of a section, the first rank's names come first.
+    Names that all ranks have divide each list into sections. In a section the order of each rank is kept, and of the names that
+    may come next the one with the lowest numbers does, because layers are numbered through the whole model.
 
-    >>> in_one_order([["embedding", "layers.0", "layers.1", "head"], ["embedding", "layers.2", "head"]])
-    ['embedding', 'layers.0', 'layers.1', 'layers.2', 'head']
+    >>> in_one_order([["embedding", "layers.0", "layers.2", "head"], ["embedding", "layers.1", "layers.10", "head"]])
+    ['embedding', 'layers.0', 'layers.1', 'layers.2', 'layers.10', 'head']
     """
     common = set(names[0]).intersection(*names[1:])
     merged: dict[str, None] = {}
     rest = [iter(of_rank) for of_rank in names]
     for last in [*(name for name in names[0] if name in common), None]:
-        for remaining in rest:
-            for name in remaining:
-                if name == last:
-                    break
-                merged.setdefault(name)
+        sections = [list(takewhile(partial(operator.ne, last), remaining)) for remaining in rest]
+        merged.update(dict.fromkeys(heapq.merge(*sections, key=_numbers)))
         if last is not None:
             merged.setdefault(last)
     return list(merged)
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdigit()]

@@ -24,7 +24,11 @@ _ARGUMENTS = {
         "tp_size",
         'Install bmt-tp: pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp; or',
     ),
-    PIPELINE_AXIS: ("pipe_size", "The package for it, bmt-pipeline, does not exist yet:"),
+    PIPELINE_AXIS: (
+        "pipe_size",
+        'Install bmt-pipeline: pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core'
+        " ./packages/bmt-pipeline; or",
+    ),
 }
 
 
