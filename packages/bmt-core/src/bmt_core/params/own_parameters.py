@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -86,20 +88,29 @@ def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list
 def in_one_order(names: Sequence[Sequence[str]]) -> list[str]:
     """Merge the names that several ranks have, each in the order of its model, into the order of the whole model.
 
-    Names that all ranks have divide each list into sections; of a section, the first rank's names come first.
+    Names that all ranks have divide each list into sections. In a section, names that differ first in a number come in the order of
+    the numbers, as the layers of stages do; of others, the first rank's names come first.
 
-    >>> in_one_order([["embedding", "layers.0", "layers.1", "head"], ["embedding", "layers.2", "head"]])
-    ['embedding', 'layers.0', 'layers.1', 'layers.2', 'head']
+    >>> in_one_order([["embedding", "layers.0", "layers.2", "head"], ["embedding", "layers.1", "layers.10", "head"]])
+    ['embedding', 'layers.0', 'layers.1', 'layers.2', 'layers.10', 'head']
     """
     common = set(names[0]).intersection(*names[1:])
     merged: dict[str, None] = {}
     rest = [iter(of_rank) for of_rank in names]
     for last in [*(name for name in names[0] if name in common), None]:
-        for remaining in rest:
-            for name in remaining:
-                if name == last:
-                    break
-                merged.setdefault(name)
+        section = [deque(takewhile(lambda name, last=last: name != last, remaining)) for remaining in rest]  # type: ignore[misc]
+        while section := [of_rank for of_rank in section if of_rank]:
+            first = section[0]
+            for of_rank in section[1:]:
+                if _has_lower_number(of_rank[0], first[0]):
+                    first = of_rank
+            merged.setdefault(first.popleft())
         if last is not None:
             merged.setdefault(last)
     return list(merged)
+
+
+def _has_lower_number(one: str, other: str) -> bool:
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    a, b = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    return a.isdecimal() and b.isdecimal() and int(a) < int(b)
