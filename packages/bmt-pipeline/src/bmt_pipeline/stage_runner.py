@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from bmt_core.inspect import BatchParts
 from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.nested import tensors_in
@@ -92,6 +93,7 @@ class StageRunner:
         self._untold = {part + 1 for part in range(schedule.parts - 1) if part + 1 not in layouts}
         self._uses = [block_uses(schedule.orders[stage], chunk) for chunk in range(schedule.chunks)]
         others = [other for other in range(schedule.stages) if other != stage]
+        self._batch_parts = BatchParts()
         self._expected = {other: deque(schedule.receives(stage, other)) for other in others}
         self._arriving: dict[Output, Arriving | None] = {}
         # Of micro-batches between their forward and their backward: what a part got, and the roots of its graph.
@@ -144,7 +146,8 @@ class StageRunner:
             assert layout is not None
             inputs = layout.filled(_leaves(tensors, layout))
         _set_use(chunk.blocks, self._uses[action.chunk][action.micro_batch])
-        output = chunk.forward(action.micro_batch, inputs)
+        with self._batch_parts.forward(part, action.micro_batch):
+            output = chunk.forward(action.micro_batch, inputs)
         layout = Layout(output)
         if self._layouts.setdefault(part + 1, layout) != layout:
             raise ValueError(

@@ -45,6 +45,7 @@ from . import debug as debug
 from . import distributed as distributed
 from . import global_var as global_var
 from . import init as init
+from . import inspect as inspect
 from . import layer as layer
 from . import loss as loss
 from . import lr_scheduler as lr_scheduler

@@ -59,6 +59,9 @@ TABLE: dict[str, dict[str, Home]] = {
     "bmtrain.block_layer": _BLOCKS,
     "bmtrain.distributed": _COLLECTIVES,
     "bmtrain.init": _from("bmt_core", "init_distributed is_initialized"),
+    "bmtrain.inspect": _from(
+        "bmt_core.inspect", "format_summary inspect_model inspect_tensor record_tensor summary_table"
+    ),
     "bmtrain.layer": _from("bmt_core", "DistributedModule"),
     "bmtrain.loss": _from("bmt_core.loss", "FusedCrossEntropy"),
     "bmtrain.loss._function": _from("bmt_core.loss._function", "has_inf_nan"),

@@ -56,7 +56,8 @@ class Topology(OldTopologyNames):
         self.rank = rank
         self.world_size = math.prod(self.sizes.values())
         self._backend = backend
-        self._data_axes = [name for name in self.sizes if name not in same_data]
+        self.same_data_axes = [name for name in self.sizes if name in same_data]
+        """The axes whose ranks see the same data."""
         self._groups: dict[frozenset[str], Group] = {}
         self._twins: dict[tuple[frozenset[str], str], Group] = {}
 
@@ -139,14 +140,17 @@ class Topology(OldTopologyNames):
     def data_rank(self) -> int:
         """Index of this rank among the ranks that see different data; ranks that see the same data have the same one."""
         index = 0
-        for name in self._data_axes:
+        for name in self._data_axes():
             index = index * self.sizes[name] + self.axis_rank(name)
         return index
 
     @property
     def data_size(self) -> int:
         """How many ranks see different data: the product of the axes that shard it."""
-        return math.prod(self.sizes[name] for name in self._data_axes)
+        return math.prod(self.sizes[name] for name in self._data_axes())
+
+    def _data_axes(self) -> list[str]:
+        return [name for name in self.sizes if name not in self.same_data_axes]
 
     def _make(self, axes: frozenset[str], purpose: str = "main") -> Group:
         own = next(ranks for ranks in self.ranks(axes) if self.rank in ranks)

@@ -1,0 +1,238 @@
+"""``inspect`` in trainings by ZeRO, tensor parallelism and pipelines, against plain torch on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from pipeline_trainings import Piped, Plain, loss_of, mask_of
+from pipeline_trainings import text as pipeline_text
+from tensor_trainings import GRIDS as TENSOR_GRIDS
+from tensor_trainings import text as tensor_text
+from torch import nn
+from tp_models import Net, fill, tp
+
+from bmt_core.inspect import inspect_model, inspect_tensor, record_tensor
+from bmt_core.loss import FusedCrossEntropy
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_pipeline import train_step
+from bmt_zero import Block, TransformerBlockList, no_sync
+
+Summary = list[dict[str, Any]]
+
+
+def statistics_of(name: str, value: torch.Tensor, grad: torch.Tensor | None) -> dict[str, Any]:
+    value = value.detach()
+    found = {"std": value.std(), "mean": value.mean(), "max": value.max(), "min": value.min()}
+    found |= {"grad_std": torch.tensor(0.0), "grad_mean": torch.tensor(0.0)}
+    if grad is not None:
+        found |= {"grad_std": grad.std(), "grad_mean": grad.mean()}
+    return {"name": name, "shape": tuple(value.shape), **{key: number.item() for key, number in found.items()}}
+
+
+def same(found: Summary, wanted: Summary, *, compares_shapes: bool = True) -> None:
+    assert [item["name"] for item in found] == [item["name"] for item in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        if not compares_shapes:
+            assert torch.Size(one["shape"]).numel() == torch.Size(other["shape"]).numel()
+            one = {**one, "shape": other["shape"]}
+        assert one == {
+            k: v if isinstance(v, (str, tuple)) else pytest.approx(v, rel=1e-7, abs=1e-9) for k, v in other.items()
+        }
+
+
+@contextmanager
+def recording(recorded: list[tuple[str, torch.Tensor]]) -> Iterator[Callable[[torch.Tensor, str], None]]:
+    """Yield what plain torch does in the place of ``record_tensor``."""
+    counts: dict[str, int] = {}
+
+    def record(x: torch.Tensor, name: str) -> None:
+        if x.requires_grad:
+            x.retain_grad()
+        recorded.append((f"{counts.get(name, 0)}.{name}", x))
+        counts[name] = counts.get(name, 0) + 1
+
+    yield record
+
+
+def watch(model: nn.Module, kinds: dict[str, str], record: Callable[[torch.Tensor, str], None]) -> None:
+    """Record the outputs of the modules whose last name is in ``kinds``, under that name; also where they are recomputed."""
+    for path, module in model.named_modules():
+        if (name := kinds.get(path.rpartition(".")[2])) is not None:
+            module.register_forward_hook(lambda _module, _args, output, name=name: record(output, name))
+
+
+def expected_of(model: nn.Module, kinds: dict[str, str], run: Callable[[Any], torch.Tensor]) -> tuple[Summary, Summary]:
+    tensors: list[tuple[str, torch.Tensor]] = []
+    with recording(tensors) as record:
+        watch(model, kinds, record)
+        run(record).backward()
+    of_model = [statistics_of(name, p, p.grad) for name, p in model.named_parameters(remove_duplicate=False)]
+    return [statistics_of(name, x, x.grad) for name, x in tensors], of_model
+
+
+class Mlp(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.up, self.down = nn.Linear(5, 9, dtype=torch.float64), nn.Linear(9, 5, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+ZERO_KINDS = {"up": "wide", "down": "narrow"}
+BATCH = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def sharded(level: int, use_checkpoint: bool) -> tuple[Summary, Summary]:
+    """Two micro-batches, of which the first holds its gradients back."""
+    model = TransformerBlockList([Block(Mlp(n), use_checkpoint=use_checkpoint, zero_level=level) for n in range(3)])
+    watch(model, ZERO_KINDS, record_tensor)
+    topology, manager = current().topology, OptimManager()
+    own = [x.chunk(topology.data_size)[topology.data_rank].to(current().device) for x in BATCH]
+    with inspect_tensor() as inspector:
+        with no_sync(model):
+            manager.backward(model(own[0]).pow(2).mean())
+        if level < 2:  # those above reduce in any case
+            assert inspect_model(model, "0.up.weight")[0]["grad_std"] > 0
+        manager.backward(model(own[1]).pow(2).mean())
+    return inspector.get_summary(), inspect_model(model, "*")
+
+
+def sum_of_losses(model: nn.Module) -> torch.Tensor:
+    losses: list[torch.Tensor] = [model(x).pow(2).mean() for x in BATCH]
+    return losses[0] + losses[1]
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sharded_blocks_at_every_level(ranks: int, level: int, use_checkpoint: bool) -> None:
+    model = nn.Sequential(*[Mlp(n) for n in range(3)])
+    wanted, of_model = expected_of(model, ZERO_KINDS, lambda _: sum_of_losses(model))
+    for found, parameters in run_ranks(sharded, ranks, level, use_checkpoint):
+        same(found, wanted)
+        same(parameters, of_model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_on_gpus_where_torch_recomputes_in_other_threads(use_checkpoint: bool) -> None:
+    model = nn.Sequential(*[Mlp(n) for n in range(3)])
+    wanted, of_model = expected_of(model, ZERO_KINDS, lambda _: sum_of_losses(model))
+    for found, parameters in run_ranks(sharded, 2, 3, use_checkpoint, init={"device": "cuda"}):
+        same(found, wanted)
+        same(parameters, of_model)
+
+
+TENSOR_KINDS = {"norm_feed": "rows", "up": "features", "0": "layer", "1": "layer"}
+
+
+def tensor_parallel() -> tuple[Summary, Summary]:
+    model = Net(torch.float64, wrap=Block)
+    model.load_state_dict(fill(model))
+    watch(model, TENSOR_KINDS, record_tensor)
+    topology, (index, size) = current().topology, tp()
+    ids, targets = [part[0].chunk(topology.data_size)[topology.data_rank] for part in tensor_text(2)]
+    with inspect_tensor() as inspector:
+        record_tensor(ids, "ids")
+        logits = model(ids.t().chunk(size)[index])
+        record_tensor(logits, "logits")
+        OptimManager().backward(FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), targets.flatten()))
+    return inspector.get_summary(), inspect_model(model, "*")
+
+
+@pytest.mark.parametrize("grid", ["tp 2", "tp 4", "tp 2 x dp 2"])
+def test_tensor_parallel_layers(grid: str) -> None:
+    model = Net(torch.float64)
+    model.load_state_dict(fill(model))
+    ids, targets = (part[0] for part in tensor_text(2))
+
+    def run(record: Any) -> torch.Tensor:
+        record(ids.double(), "ids")
+        logits = model(ids.t())
+        record(logits, "logits")
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    wanted, of_model = expected_of(model, TENSOR_KINDS, run)
+    ranks, tp_size = TENSOR_GRIDS[grid]
+    for found, parameters in run_ranks(tensor_parallel, ranks, init={"tp_size": tp_size}):
+        same(found, wanted, compares_shapes=False)
+        assert found[0]["shape"] == wanted[0]["shape"]  # the same on both ranks, counted once
+        same(parameters, of_model)
+
+
+class RecordingPlain(Plain):
+    def __init__(self, layers: int, record: Any) -> None:
+        super().__init__(layers)
+        self.record = record
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.embedding(ids, self.embedding)
+        self.record(x, "x")
+        for layer in self.layers:
+            x = layer(x, mask_of(ids).to(x.dtype), self.shift)
+            self.record(x, "x")
+        logits = x @ self.embedding.t()
+        self.record(logits, "x")
+        return logits
+
+
+class RecordingPiped(Piped):
+    """Every tensor has the same name: its number says whether the order is that of the whole model."""
+
+    def before_layers(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, *others = super().before_layers(ids)
+        record_tensor(x, "x")
+        return x, *others
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().after_layers(hidden)
+        record_tensor(logits, "x")
+        return logits
+
+
+def pipelined(schedule: str | None, options: dict[str, Any]) -> tuple[Summary, Summary]:
+    model = RecordingPiped(5, 3, True, **options)
+    for layer in model.modules():
+        if hasattr(layer, "norm"):
+            layer.register_forward_hook(lambda _module, _args, output: record_tensor(output, "x"))
+    topology, manager = current().topology, OptimManager()
+    ids, targets = (part[0] for part in pipeline_text())
+    with inspect_tensor() as inspector:
+        if schedule is None:
+            own = [x.chunk(topology.data_size)[topology.data_rank] for x in (ids, targets)]
+            manager.backward(loss_of(model(own[0]), own[1]))
+        else:
+            size, index = topology.axis_size("dp"), topology.axis_rank("dp")
+            batch = ids.chunk(size)[index], targets.chunk(size)[index]
+            train_step(model, loss_of, batch, schedule, 4, manager=manager)
+    return inspector.get_summary(), inspect_model(model, "*")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [(None, {}), ("1f1b", {}), ("interleaved", {"chunks": 2})],
+    ids=["list", "1f1b", "interleaved"],
+)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_of_a_pipeline(ranks: int, schedule: str | None, options: dict[str, Any]) -> None:
+    tensors: list[tuple[str, torch.Tensor]] = []
+    ids, targets = (part[0] for part in pipeline_text())
+    with recording(tensors) as record:
+        model = RecordingPlain(5, record).double()
+        loss_of(model(ids), targets).backward()
+    wanted = [statistics_of(name, x, x.grad) for name, x in tensors]
+    of_model = [statistics_of(name, p, p.grad) for name, p in model.named_parameters()]
+    init = {"pipe_size": 2, "num_micro_batches": 4}
+    for found, parameters in run_ranks(pipelined, ranks, schedule, options, init=init):
+        same(found, wanted)
+        same(parameters, of_model)

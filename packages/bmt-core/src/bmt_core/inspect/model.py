@@ -1,0 +1,96 @@
+"""``inspect_model``: statistics of the parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from bmt_core.checkpoint.model_state import whole_shape, world_group
+from bmt_core.comm.autograd import gather_stacked
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.errors import ConfigError
+from bmt_core.inspect.statistics import NOTHING, Statistics, described, joined, moments, row
+from bmt_core.params.own_parameters import first_holders, group_of_owners, own_axes
+from bmt_core.params.parameter import DistributedParameter, reduce_held_back
+from bmt_core.params.uninitialized import has_values
+
+
+class _Place(NamedTuple):
+    shape: tuple[int, ...]
+    is_distributed: bool
+    own_axes: frozenset[str]
+
+
+def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[Statistics]:
+    """Return statistics of the parameters of ``model`` whose name, with ``prefix`` before it, matches ``param_name``.
+
+    ``param_name`` is a pattern for :mod:`fnmatch`, such as ``"*.layers.0.*"``. One dict per name, in the order of the model::
+
+        name shape std mean max min grad_std grad_mean
+
+    They are those of the whole parameter, of the shape that it has in plain torch, for every grid of ranks and on every rank: of
+    all slices that tensor parallelism makes, and of the layers of all stages of a pipeline. ``std`` is unbiased, as
+    ``Tensor.std()``; ``grad_std`` and ``grad_mean`` are 0 without a gradient. A gradient is described as it is in ``.grad``: summed
+    over the ranks, and scaled if the loss was. Of an ordinary parameter, the first rank's values and gradient count.
+
+    Each rank computes with its own parts, in float64, and a few numbers per parameter are exchanged in one collective; no parameter
+    is gathered. Gradients that ``no_sync`` holds back are reduced first. Collective over all ranks.
+    """
+    world = world_group()
+    parameters = {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    found = {name: p for name, p in parameters.items() if fnmatchcase(name, param_name)}
+    reduce_held_back(found.values())
+    with collective_section(world, "inspect_model()"):
+        rows = _rows_of(found)
+    places = _places_in_model(parameters.values(), found)
+    nothing = torch.tensor(NOTHING, dtype=torch.float64, device="cpu")
+    table = torch.stack([nothing, *[rows.get(name, nothing) for name in places]])
+    of_ranks = gather_stacked(table, world)[:, 1:].unbind(1)
+    return [
+        {"name": name, "shape": place.shape, **_statistics(place, numbers)}
+        for (name, place), numbers in zip(places.items(), of_ranks, strict=True)
+    ]
+
+
+def _rows_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the row of numbers, on the host, of this rank's part of each parameter."""
+    found: dict[int, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        if not has_values(parameter):
+            raise ConfigError(
+                f"{name} was made on the meta device and has no values. Call init_parameters(model), or load a checkpoint, first."
+            )
+        if id(parameter) not in found:
+            found[id(parameter)] = row(moments(parameter.data), parameter.grad)
+    devices = {numbers.device for numbers in found.values()}
+    for device in devices:  # one wait for each
+        keys = [key for key, numbers in found.items() if numbers.device == device]
+        found.update(zip(keys, torch.stack([found[key] for key in keys]).cpu(), strict=True))
+    return {name: found[id(parameter)] for name, parameter in parameters.items()}
+
+
+def _places_in_model(every: Iterable[torch.Tensor], found: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
+    """Return what this rank and those of other stages have ``found``, in the order of the whole model. Collective."""
+    owners = group_of_owners(every)
+    own = {
+        name: _Place(tuple(whole_shape(p)), isinstance(p, DistributedParameter), own_axes([p]))
+        for name, p in found.items()
+    }
+    reports: list[dict[str, _Place]] = all_gather_object(own, owners)
+    axes = [{name: p.own_axes for name, p in report.items() if p.is_distributed} for report in reports]
+    holders = first_holders(owners.ranks, [list(report) for report in reports], axes)
+    return {name: reports[holder][name] for name, holder in holders.items()}
+
+
+def _statistics(place: _Place, of_ranks: torch.Tensor) -> dict[str, float]:
+    numel = torch.Size(place.shape).numel()
+    if not place.is_distributed:
+        first = (of_ranks[:, 0] > 0).int().argmax()
+        return described(of_ranks[first])
+    # Each element is on as many ranks as any other.
+    return described(joined(of_ranks), numel)
