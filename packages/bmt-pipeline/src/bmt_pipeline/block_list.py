@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import Scheduled, make_block
 from bmt_core.modules.layer_list import LayerList
@@ -30,6 +30,8 @@ from bmt_pipeline.whole_batch import Arguments, BatchShape, WholeBatch
 
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that makes one."""
+
+_KEPT_LAYOUTS = 256  # for as many shapes that come back: a list that gets a new number with every call must not grow
 
 
 class PipelineTransformerBlockList(LayerList):
@@ -124,6 +126,15 @@ class PipelineTransformerBlockList(LayerList):
             self._transfers[edges] = Transfers(edges)
         return self._transfers[edges]
 
+    @contextmanager
+    def layouts(self, key: tuple[object, ...]) -> Iterator[Layouts]:
+        """Lend the layouts of an earlier step with this ``key``, or empty ones; keep them unless the step fails."""
+        layouts = self._layouts.pop(key, {})
+        yield layouts
+        self._layouts[key] = layouts
+        if len(self._layouts) > _KEPT_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+
     def forward(
         self,
         *args: Any,
@@ -152,8 +163,7 @@ class PipelineTransformerBlockList(LayerList):
             text = f"{Layout(arguments).text()} {shape} {torch.is_grad_enabled()} {return_hidden_states}"
         except Exception as error:
             problem = error
-        key = agreed_key(group, text, problem)
-        _check_equal(key, text)
+        key = agreed_key(group, text, what_needs_gradients(self), problem)
         schedule = gpipe(self.stages, micro_batches, self.chunks, placement=self.placement)
         last = schedule.parts - 1
         parts = [
@@ -163,10 +173,8 @@ class PipelineTransformerBlockList(LayerList):
             for chunk, layers in enumerate(self.layers_of_chunks())
         ]
         batch = WholeBatch(arguments, shape, group)
-        layouts = self._layouts.pop(key, {})
-        call = PipelinedCall(schedule, parts, batch, self.transfers(schedule), layouts)
-        made = call.run(torch.is_grad_enabled())
-        self._layouts[key] = layouts  # not of a call that has failed
+        with self.layouts(key) as layouts:
+            made = PipelinedCall(schedule, parts, batch, self.transfers(schedule), layouts).run(torch.is_grad_enabled())
         return self._own_results(made, schedule, shape.rows)
 
     def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
@@ -195,17 +203,11 @@ def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple((source, other) for source in stages for other in stages if schedule.sends(source, other))
 
 
-def _check_equal(key: Sequence[int], text: str) -> None:
-    """Raise on all ranks of the pipeline if they pass different shapes."""
-    if len(set(key)) == 1:
-        return
-    group = pipeline_group()
-    texts = all_gather_object(text, group)
-    other = next(stage for stage, number in enumerate(key) if number != key[0])
-    raise ConfigError(
-        f"All ranks of a pipeline pass arguments of the same shapes, and rank {group.ranks[0]} passes {texts[0]}, rank"
-        f" {group.ranks[other]} {texts[other]}. Pad the batches to one shape."
-    )
+def what_needs_gradients(module: nn.Module) -> str:
+    """Return a text that says, besides shapes, on what it depends how outputs of ``module`` are laid out."""
+    device = current().device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"
 
 
 def _own_layers(members: Sequence[Layer], own: Sequence[int], stages: int) -> Iterable[tuple[int, nn.Module]]:
