@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from bmt_core.errors import ConfigError
+from bmt_core.modules.block_use import Scheduled
 from bmt_core.modules.layer_list import run_layers
 from bmt_core.modules.outermost_call import gather_as_leaves, module_call
 from bmt_core.nested import map_tensors, tensors_in
@@ -70,6 +71,7 @@ def train_step(
     count = num_micro_batches or current().settings.num_micro_batches or layers.stages
     made = make_schedule(schedule, layers.stages, count, layers.chunks)
     _check_placement(made, layers)
+    _check_blocks(model, layers)
     group = pipeline_group()
     problem: Exception | None = None
     text = ""
@@ -210,4 +212,14 @@ def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -
         raise ConfigError(
             f"The schedule {schedule.name!r} with chunks={schedule.chunks} needs the placement {schedule.placement.value!r}, and the list"
             f" of layers has {layers.placement.value!r}. Make it with placement={schedule.placement.value!r}."
+        )
+
+
+def _check_blocks(model: PipelineModel, layers: PipelineTransformerBlockList) -> None:
+    inside = set(layers.modules())
+    found = [name for name, module in model.named_modules() if isinstance(module, Scheduled) and module not in inside]
+    if found and layers.stages > 1:
+        raise ConfigError(
+            "train_step runs what comes before the layers on the first stage only and what comes after them on the last one, and"
+            f" {', '.join(found)} is a Block, which all ranks run together. Leave out its Block: use DistributedModules there."
         )
