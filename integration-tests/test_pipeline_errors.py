@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_calls import LENGTH, ROWS, WIDTH, Mlp, drawn
+from pipeline_calls import LENGTH, WIDTH, Mlp, drawn
 from pipeline_trainings import Piped, loss_of, text
 from torch import nn
 
@@ -38,7 +38,7 @@ def tied(first: int, second: int) -> list[Mlp]:
     return made
 
 
-def x(rows: int = ROWS) -> torch.Tensor:
+def x(rows: int = 6) -> torch.Tensor:
     return drawn(0, 0, rows, LENGTH, WIDTH, grad=True)
 
 
@@ -48,7 +48,11 @@ def twice(made: nn.Module) -> None:
     loss.backward()
 
 
-def step(model: Any, *args: Any, loss: Any = loss_of, rows: int = 16, **options: Any) -> torch.Tensor:
+def asked(made: nn.Module, leaf: torch.Tensor) -> Any:
+    return torch.autograd.grad(made(leaf).sum(), [leaf])
+
+
+def step(model: Any, *args: Any, loss: Any = loss_of, rows: int = 12, **options: Any) -> torch.Tensor:
     ids, targets = (part[0][:rows] for part in text())
     return train_step(model, loss, (ids, targets), *args, **options)
 
@@ -65,18 +69,18 @@ def refusals() -> dict[str, tuple[str, str]]:
         "a layer on two stages": lambda: PipelineTransformerBlockList([Mlp(0)] * 3),
         "tied over stages": lambda: PipelineTransformerBlockList(tied(0, 3)),
         "costs": lambda: PipelineTransformerBlockList(layers(), costs=[1, 2]),
-        "rows": lambda: made(x(3)),
+        "rows": lambda: made(x(4)),
         "no tensor": lambda: made(None),
         "hidden states": lambda: two(x()),
-        "shapes of ranks": lambda: made(x(ROWS * (1 + rank))),
-        "extras of ranks": lambda: made(x(), torch.full((WIDTH,), float(rank))),
-        "batch_related": lambda: made(x(), torch.zeros(WIDTH), batch_related=[0]),
+        "shapes of ranks": lambda: made(x(6 * (1 + rank))),
+        "extras of ranks": lambda: made(x(), torch.full((1, LENGTH, WIDTH), float(rank))),
+        "batch_related": lambda: made(x(), torch.zeros(5), batch_related=[0]),
         "second backward": lambda: twice(made),
-        "autograd.grad": lambda: torch.autograd.grad(made(x()).sum(), list(made.parameters())),
+        "autograd.grad": lambda: asked(made, x()),
         "unknown schedule": lambda: step(model, "2f2b"),
         "schedule for others": lambda: step(model, make_schedule("1f1b", 2, 4), 8),
         "interleaved, one chunk": lambda: step(model, "interleaved"),
-        "rows of a step": lambda: step(model, rows=15),
+        "rows of a step": lambda: step(model, rows=16),
         "no model": lambda: step(made),
         "micro-batches of ranks": lambda: step(model, num_micro_batches=2 * (1 + rank)),
         "loss with dims": lambda: step(model, loss=lambda logits, targets: logits),
@@ -100,7 +104,7 @@ REFUSALS = {
     "a layer on two stages": ("ConfigError", "Layers 0 and 2 of the list, of Mlp, share parameters"),
     "tied over stages": ("ConfigError", "Layers 0 and 3 of the list, of Mlp, share parameters"),
     "costs": ("ConfigError", "Give one cost per layer"),
-    "rows": ("ConfigError", "cannot be divided into num_micro_batches=4 equal parts"),
+    "rows": ("ConfigError", "cannot be divided into num_micro_batches=3 equal parts"),
     "no tensor": ("ConfigError", "not NoneType"),
     "hidden states": ("TypeError", "passes 2 hidden state"),
     "shapes of ranks": ("ConfigError", "arguments of the same shapes"),
@@ -111,7 +115,7 @@ REFUSALS = {
     "unknown schedule": ("ConfigError", "2f2b"),
     "schedule for others": ("ConfigError", "Make the schedule for these sizes"),
     "interleaved, one chunk": ("ConfigError", "chunks"),
-    "rows of a step": ("ConfigError", "15 rows, which cannot be divided into num_micro_batches=4"),
+    "rows of a step": ("ConfigError", "16 rows, which cannot be divided into num_micro_batches=3"),
     "no model": ("TypeError", "train_step runs a PipelineModel"),
     "micro-batches of ranks": ("ConfigError", "num_micro_batches=4"),
     "block after the layers": ("ConfigError", "head is a Block"),
@@ -120,7 +124,7 @@ REFUSALS = {
 
 
 def test_what_cannot_be_done_is_refused_on_all_ranks_at_once() -> None:
-    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 20}
+    init = {"pipe_size": 2, "num_micro_batches": 3, "timeout": 20}
     results = run_ranks(refusals, 2, init=init)
     for rank, found in enumerate(results):
         of_loss = found.pop("loss with dims")

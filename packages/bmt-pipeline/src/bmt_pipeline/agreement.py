@@ -11,6 +11,7 @@ import torch
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
+from bmt_pipeline.waiting import waiting_for_all
 
 _OF_EACH = 3  # the numbers that each stage tells the others
 
@@ -43,7 +44,8 @@ def raise_together(group: Group, error: Exception | None, has_failed: bool) -> N
 
 def _tell(group: Group, *numbers: int) -> list[int]:
     told = torch.empty(group.size * _OF_EACH, dtype=torch.int64)
-    group.all_gather(told, torch.tensor(numbers)).wait()
+    with waiting_for_all("to begin or to end the same step"):
+        group.all_gather(told, torch.tensor(numbers)).wait()
     return told.tolist()
 
 
@@ -57,7 +59,8 @@ def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:
         is_ours = isinstance(error, BmtError)
         text = str(error) if is_ours else "".join(traceback.format_exception(error))
         report = (type(error) if is_ours else RemoteError, text)
-    reports = all_gather_object(report, group)
+    with waiting_for_all("to say what has failed"):
+        reports = all_gather_object(report, group)
     if error is not None:
         raise error
     stage, (kind, text) = next((stage, found) for stage, found in enumerate(reports) if found is not None)

@@ -22,6 +22,7 @@ from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 from bmt_pipeline.schedules import Kind, Schedule
 from bmt_pipeline.stage_runner import Layouts, StageRunner
 from bmt_pipeline.transfers import Transfers
+from bmt_pipeline.waiting import waiting_for_all
 from bmt_pipeline.whole_batch import Arguments, WholeBatch
 
 
@@ -142,7 +143,8 @@ class PipelinedCall:
         raise_together(self._group, runner.error, runner.has_failed)
         if is_new:
             source = self._schedule.place_of(parts - 1)[0]
-            self._layouts[parts] = broadcast_object(self._layouts.get(parts), self._group, source)
+            with waiting_for_all("to learn what the last stage returns"):
+                self._layouts[parts] = broadcast_object(self._layouts.get(parts), self._group, source)
         layout = self._layouts[parts]
         assert layout is not None
         made = [self._joined(index, like.movedim(self._batch_dim, 0)) for index, like in enumerate(layout.tensors())]
