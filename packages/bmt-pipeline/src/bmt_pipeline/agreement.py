@@ -10,33 +10,47 @@ import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
-from bmt_core.errors import BmtError, RemoteError
+from bmt_core.errors import BmtError, ConfigError, RemoteError
+from bmt_pipeline.waiting import waiting_for_all
 
-_OF_EACH = 2  # the numbers that each stage tells the others
+_OF_EACH = 3  # the numbers that each stage tells the others
 
 
-def agreed_key(group: Group, text: str, problem: Exception | None = None) -> tuple[int, ...]:
-    """Return what identifies the texts of all stages, in their order. Collective over ``group``, a pipeline.
+def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = None) -> tuple[int, ...]:
+    """Return what identifies the texts of all stages. Collective over ``group``, a pipeline.
 
-    If a stage has a ``problem``, that stage raises it, and the others an error that says so.
+    :class:`ConfigError` on all ranks if stages differ in ``alike``; they may in ``own``. If a stage has a ``problem``, that stage
+    raises it, and the others an error that says so.
     """
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    told = _tell(group, number, problem is not None)
-    if any(told[1::_OF_EACH]):
+    told = _tell(group, _digest(alike), _digest(own), problem is not None)
+    if any(told[2::_OF_EACH]):
         _raise(group, problem, "the arguments of")
-    return tuple(told[::_OF_EACH])
+    first = told[0]
+    if any(number != first for number in told[::_OF_EACH]):
+        texts = all_gather_object(alike, group)
+        other = next(stage for stage, text in enumerate(texts) if text != texts[0])
+        raise ConfigError(
+            "All ranks of a pipeline take a step with arguments of the same shapes and the same settings, and rank"
+            f" {group.ranks[0]} passes {texts[0]}, rank {group.ranks[other]} {texts[other]}. Pad the batches to one shape."
+        )
+    return tuple(told)
 
 
 def raise_together(group: Group, error: Exception | None, has_failed: bool) -> None:
     """If any stage has failed, raise on all: its error on that stage, with its traceback on the others. Collective."""
-    if any(_tell(group, 0, has_failed)[1::_OF_EACH]):
+    if any(_tell(group, 0, 0, has_failed)[2::_OF_EACH]):
         _raise(group, error, "the computation of")
 
 
-def _tell(group: Group, number: int, flag: bool) -> list[int]:
+def _tell(group: Group, *numbers: int) -> list[int]:
     told = torch.empty(group.size * _OF_EACH, dtype=torch.int64)
-    group.all_gather(told, torch.tensor([number, flag])).wait()
+    with waiting_for_all("to begin or to end the same step"):
+        group.all_gather(told, torch.tensor(numbers)).wait()
     return told.tolist()
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:
@@ -45,7 +59,8 @@ def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:
         is_ours = isinstance(error, BmtError)
         text = str(error) if is_ours else "".join(traceback.format_exception(error))
         report = (type(error) if is_ours else RemoteError, text)
-    reports = all_gather_object(report, group)
+    with waiting_for_all("to say what has failed"):
+        reports = all_gather_object(report, group)
     if error is not None:
         raise error
     stage, (kind, text) = next((stage, found) for stage, found in enumerate(reports) if found is not None)

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from bmt_core.comm.protocols import Group
+from bmt_pipeline.waiting import waiting_for_all
 
 
 def move_rows(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
@@ -41,5 +42,6 @@ def _moved(x: torch.Tensor, sent: tuple[int, ...], received: tuple[int, ...], gr
     incoming[group.rank].copy_(outgoing[group.rank])
     others = [rank for rank in range(group.size) if rank != group.rank]
     sends = [(outgoing[rank], rank) for rank in others if outgoing[rank].numel()]
-    group.exchange(sends, [(incoming[rank], rank) for rank in others if incoming[rank].numel()]).wait()
+    with waiting_for_all("to exchange rows of the batch"):
+        group.exchange(sends, [(incoming[rank], rank) for rank in others if incoming[rank].numel()]).wait()
     return output

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import Scheduled, make_block
 from bmt_core.modules.layer_list import LayerList
@@ -30,6 +30,8 @@ from bmt_pipeline.whole_batch import Arguments, BatchShape, WholeBatch
 
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that makes one."""
+
+_KEPT_LAYOUTS = 256  # for as many shapes that come back: a list that gets a new number with every call must not grow
 
 
 class PipelineTransformerBlockList(LayerList):
@@ -52,7 +54,7 @@ class PipelineTransformerBlockList(LayerList):
     :func:`train_step`.
 
     Making it is collective where a module's parameters were sharded before. Raises :class:`ConfigError` for fewer layers than
-    parts, and for a module that stands on two stages. With ``pipe_size`` 1 it is the ordinary list.
+    parts, and for layers on different stages that share parameters. With ``pipe_size`` 1 it is the ordinary list.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class PipelineTransformerBlockList(LayerList):
         self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
         self._layouts: dict[tuple[object, ...], Layouts] = {}
         self._transfers: dict[tuple[tuple[int, int], ...], Transfers] = {}
-        for index, layer in _own_layers(members, self.get_range_by_stage_id(self.stage_id), self.stages):
+        stages = [self.get_stage_by_layer_id(layer) for layer in range(len(members))]
+        for index, layer in _own_layers(members, stages, self.stage_id):
             self.add_module(str(index), layer)
 
     @property
@@ -124,6 +127,15 @@ class PipelineTransformerBlockList(LayerList):
             self._transfers[edges] = Transfers(edges)
         return self._transfers[edges]
 
+    @contextmanager
+    def layouts(self, key: tuple[object, ...]) -> Iterator[Layouts]:
+        """Lend the layouts of an earlier step with this ``key``, or empty ones; keep them unless the step fails."""
+        layouts = self._layouts.pop(key, {})
+        yield layouts
+        self._layouts[key] = layouts
+        if len(self._layouts) > _KEPT_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+
     def forward(
         self,
         *args: Any,
@@ -152,8 +164,7 @@ class PipelineTransformerBlockList(LayerList):
             text = f"{Layout(arguments).text()} {shape} {torch.is_grad_enabled()} {return_hidden_states}"
         except Exception as error:
             problem = error
-        key = agreed_key(group, text, problem)
-        _check_equal(key, text)
+        key = agreed_key(group, text, what_needs_gradients(self), problem)
         schedule = gpipe(self.stages, micro_batches, self.chunks, placement=self.placement)
         last = schedule.parts - 1
         parts = [
@@ -163,10 +174,8 @@ class PipelineTransformerBlockList(LayerList):
             for chunk, layers in enumerate(self.layers_of_chunks())
         ]
         batch = WholeBatch(arguments, shape, group)
-        layouts = self._layouts.pop(key, {})
-        call = PipelinedCall(schedule, parts, batch, self.transfers(schedule), layouts)
-        made = call.run(torch.is_grad_enabled())
-        self._layouts[key] = layouts  # not of a call that has failed
+        with self.layouts(key) as layouts:
+            made = PipelinedCall(schedule, parts, batch, self.transfers(schedule), layouts).run(torch.is_grad_enabled())
         return self._own_results(made, schedule, shape.rows)
 
     def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
@@ -175,7 +184,7 @@ class PipelineTransformerBlockList(LayerList):
         sent = [rows if self.stage_id == source else 0] * self.stages
         received = [rows if stage == source else 0 for stage in range(self.stages)]
         count = self.num_hidden
-        hidden = [move_rows(x, sent, received, group).movedim(0, self.batch_dim) for x in made[:count]]
+        hidden = [move_rows(x, sent, received, group).movedim(0, self.batch_dim).contiguous() for x in made[:count]]
         lengths = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
         order = [layer for stage in range(self.stages) for layer in self.get_range_by_stage_id(stage)]
         for x in made[count:]:
@@ -184,7 +193,7 @@ class PipelineTransformerBlockList(LayerList):
             state = torch.unflatten(moved, 0, (self._total, rows))
             if order != sorted(order):
                 state = state[torch.tensor(order, device=state.device).argsort()]
-            hidden.append(state.movedim(1, self.batch_dim + 1))
+            hidden.append(state.movedim(1, self.batch_dim + 1).contiguous())
         return hidden[0] if len(hidden) == 1 else tuple(hidden)
 
 
@@ -195,38 +204,41 @@ def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple((source, other) for source in stages for other in stages if schedule.sends(source, other))
 
 
-def _check_equal(key: Sequence[int], text: str) -> None:
-    """Raise on all ranks of the pipeline if they pass different shapes."""
-    if len(set(key)) == 1:
-        return
-    group = pipeline_group()
-    texts = all_gather_object(text, group)
-    other = next(stage for stage, number in enumerate(key) if number != key[0])
-    raise ConfigError(
-        f"All ranks of a pipeline pass arguments of the same shapes, and rank {group.ranks[0]} passes {texts[0]}, rank"
-        f" {group.ranks[other]} {texts[other]}. Pad the batches to one shape."
-    )
+def what_needs_gradients(module: nn.Module) -> str:
+    """Return a text that says, besides shapes, on what it depends how outputs of ``module`` are laid out."""
+    device = current().device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"
 
 
-def _own_layers(members: Sequence[Layer], own: Sequence[int], stages: int) -> Iterable[tuple[int, nn.Module]]:
-    """Yield this stage's layers as Blocks, with their numbers."""
+def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> Iterable[tuple[int, nn.Module]]:
+    """Yield the layers of the stage ``own`` as Blocks, with their numbers. ``stages``: that of each layer."""
     blocks = [member for member in members if isinstance(member, nn.Module) and isinstance(member, Scheduled)]
     assert len(blocks) == len({id(block) for block in blocks}), (
         "A Block stands twice in this list. Pass the raw module twice to share its parameters."
     )
     for block in blocks:
-        assert block._mode == "PIPE" or stages == 1, (
-            'A Block in a PipelineTransformerBlockList is made with mode="PIPE": its parameters lie on one stage.'
-        )
-    _check_not_on_two_stages(members, own)
-    draw = int(torch.randint(2**62, ())) if any(not isinstance(member, nn.Module) for member in members) else 0
+        _check_mode(block)
+    _check_not_on_two_stages(members, stages)
+    draw = (
+        int(torch.randint(2**62, (), device="cpu"))
+        if any(not isinstance(member, nn.Module) for member in members)
+        else 0
+    )
     for index, member in enumerate(members):
         if isinstance(member, nn.Module):
-            layer = _as_block(member) if index in own or _is_sharded_over_stages(member) else member
-        elif index in own:
+            layer = _as_block(member) if stages[index] == own or _is_sharded_over_stages(member) else member
+        elif stages[index] == own:
             layer = _as_block(_made(member, draw + index))
-        if index in own:
+            _check_mode(layer)
+        if stages[index] == own:
             yield index, layer
+
+
+def _check_mode(block: Any) -> None:
+    assert block._mode == "PIPE" or num_stages() == 1, (
+        'A Block in a PipelineTransformerBlockList is made with mode="PIPE": its parameters lie on one stage.'
+    )
 
 
 def _as_block(module: nn.Module) -> nn.Module:
@@ -246,11 +258,15 @@ def _made(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
         return factory()
 
 
-def _check_not_on_two_stages(members: Sequence[Layer], own: Sequence[int]) -> None:
-    for member in members:
-        indices = [index for index, other in enumerate(members) if other is member]
-        if isinstance(member, nn.Module) and len({index in own for index in indices}) == 2:
-            raise ConfigError(
-                f"{type(member).__name__} stands in the list as layers {indices}, which lie on several stages. Layers that share"
-                " parameters lie on one stage: change the number of stages or give costs."
-            )
+def _check_not_on_two_stages(members: Sequence[Layer], stages: Sequence[int]) -> None:
+    """Raise on all ranks if layers that share parameters lie on several of ``stages``, given by layer."""
+    holders: dict[int, int] = {}
+    for index, member in enumerate(members):
+        for shared in (member, *member.parameters()) if isinstance(member, nn.Module) else ():
+            first = holders.setdefault(id(shared), index)
+            if stages[first] != stages[index]:
+                raise ConfigError(
+                    f"Layers {first} and {index} of the list, of {type(member).__name__}, share parameters and lie on the stages"
+                    f" {stages[first]} and {stages[index]}. Layers that share parameters lie on one stage: change the number of stages"
+                    " or give costs."
+                )

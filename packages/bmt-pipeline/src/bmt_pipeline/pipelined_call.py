@@ -16,11 +16,13 @@ from bmt_core.comm.objects import broadcast_object
 from bmt_core.modules.layer_list import States, run_layers
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import accumulates
 from bmt_pipeline.agreement import raise_together
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 from bmt_pipeline.schedules import Kind, Schedule
 from bmt_pipeline.stage_runner import Layouts, StageRunner
 from bmt_pipeline.transfers import Transfers
+from bmt_pipeline.waiting import waiting_for_all
 from bmt_pipeline.whole_batch import Arguments, WholeBatch
 
 
@@ -51,6 +53,52 @@ class LayersOfStage:
         return [grad for state, grad in pairs if state.requires_grad]
 
 
+class BatchEnds:
+    """What is before the first part and after the last one: see :class:`bmt_pipeline.stage_runner.Ends`.
+
+    Apart from :class:`PipelinedCall`, because the runner holds it: a call that its runner held would live until a garbage collection.
+    """
+
+    def __init__(self, batch: WholeBatch) -> None:
+        self.batch = batch
+        self.batch_dim = batch.shape.batch_dims[0] or 0  # of the hidden states
+        self.outputs: dict[int, Any] = {}
+        self.given: list[torch.Tensor] = []
+        """The gradients of the outputs of the whole batch."""
+        self.input_gradients: list[torch.Tensor | None] = [None] * len(batch.tensors)
+        self._inputs = [tensor.detach() for tensor in batch.tensors]
+
+    def inputs(self, micro_batch: int) -> Any:
+        arguments = self.batch.micro_batch(self._inputs, micro_batch)
+        for tensor, whole in zip(tensors_in(arguments), self.batch.tensors, strict=True):
+            tensor.requires_grad_(whole.requires_grad and torch.is_grad_enabled())
+        return arguments
+
+    def take_output(self, micro_batch: int, output: Any) -> None:
+        self.outputs[micro_batch] = output
+
+    def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
+        rows = self.batch.rows_of(micro_batch)
+        outputs = tensors_in(self.outputs.pop(micro_batch))
+        dim = self.batch_dim
+        pairs = zip(outputs, self.given, strict=True)
+        return [grad[rows].movedim(0, dim) for output, grad in pairs if output.requires_grad]
+
+    def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        remaining = iter(gradients)
+        for index, (whole, dim) in enumerate(zip(self.batch.tensors, self.batch.shape.batch_dims, strict=True)):
+            grad = next(remaining) if whole.requires_grad else None
+            if grad is None:
+                continue
+            total = self.input_gradients[index]
+            if total is None:
+                total = self.input_gradients[index] = torch.zeros_like(whole)
+            if dim is None:
+                total[self.batch.ranks_of(micro_batch)[0]] += grad
+            else:
+                total[self.batch.rows_of(micro_batch)] = grad.movedim(dim, 0)
+
+
 class PipelinedCall:
     """The call with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline."""
 
@@ -65,15 +113,12 @@ class PipelinedCall:
         self._schedule = schedule
         self._parts = parts
         self._batch = batch
-        self._batch_dim = batch.shape.batch_dims[0] or 0  # of the hidden states
+        self._ends = BatchEnds(batch)
+        self._batch_dim = self._ends.batch_dim
         self._group = pipeline_group()
         self._is_last = own_stage() == schedule.place_of(schedule.parts - 1)[0]
         self._layouts = layouts
-        self._inputs = [tensor.detach() for tensor in batch.tensors]
-        self._input_gradients: list[torch.Tensor | None] = []
-        self._outputs: dict[int, Any] = {}
-        self._output_gradients: list[torch.Tensor] = []
-        self._runner = StageRunner(schedule, own_stage(), parts, self, transfers, layouts)
+        self._runner = StageRunner(schedule, own_stage(), parts, self._ends, transfers, layouts)
         order = schedule.orders[own_stage()]
         self._forwards = [action for action in order if action.kind is Kind.FORWARD]
         self._backwards = [action for action in order if action.kind is not Kind.FORWARD]
@@ -90,37 +135,6 @@ class PipelinedCall:
         made: Any = _Differentiable.apply(self, leaf, *self._batch.tensors)  # type: ignore[no-untyped-call]
         return list(made)
 
-    def inputs(self, micro_batch: int) -> Any:
-        """See :class:`bmt_pipeline.stage_runner.Ends`."""
-        arguments = self._batch.micro_batch(self._inputs, micro_batch)
-        for tensor, whole in zip(tensors_in(arguments), self._batch.tensors, strict=True):
-            tensor.requires_grad_(whole.requires_grad and torch.is_grad_enabled())
-        return arguments
-
-    def take_output(self, micro_batch: int, output: Any) -> None:
-        self._outputs[micro_batch] = output
-
-    def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
-        rows = self._batch.rows_of(micro_batch)
-        outputs = tensors_in(self._outputs.pop(micro_batch))
-        dim = self._batch_dim
-        pairs = zip(outputs, self._output_gradients, strict=True)
-        return [grad[rows].movedim(0, dim) for output, grad in pairs if output.requires_grad]
-
-    def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        remaining = iter(gradients)
-        for index, (whole, dim) in enumerate(zip(self._batch.tensors, self._batch.shape.batch_dims, strict=True)):
-            grad = next(remaining) if whole.requires_grad else None
-            if grad is None:
-                continue
-            total = self._input_gradients[index]
-            if total is None:
-                total = self._input_gradients[index] = torch.zeros_like(whole)
-            if dim is None:
-                total[self._batch.ranks_of(micro_batch)[0]] += grad
-            else:
-                total[self._batch.rows_of(micro_batch)] = grad.movedim(dim, 0)
-
     def _run_forward(self) -> list[torch.Tensor]:
         runner, parts = self._runner, self._schedule.parts
         is_new = parts not in self._layouts
@@ -129,7 +143,8 @@ class PipelinedCall:
         raise_together(self._group, runner.error, runner.has_failed)
         if is_new:
             source = self._schedule.place_of(parts - 1)[0]
-            self._layouts[parts] = broadcast_object(self._layouts.get(parts), self._group, source)
+            with waiting_for_all("to learn what the last stage returns"):
+                self._layouts[parts] = broadcast_object(self._layouts.get(parts), self._group, source)
         layout = self._layouts[parts]
         assert layout is not None
         made = [self._joined(index, like.movedim(self._batch_dim, 0)) for index, like in enumerate(layout.tensors())]
@@ -140,19 +155,18 @@ class PipelinedCall:
         layout = self._layouts[self._schedule.parts]
         assert layout is not None
         count = len(layout.tensors())
-        self._output_gradients = list(grads[:count])
+        self._ends.given = list(grads[:count])
         self._divide_state_gradients(grads[count:])
-        self._input_gradients = [None] * len(self._inputs)
         runner = self._runner
         runner.run(self._backwards)
         runner.end()
         raise_together(self._group, runner.error, runner.has_failed)
-        return self._input_gradients
+        return self._ends.input_gradients
 
     def _joined(self, index: int, like: torch.Tensor) -> torch.Tensor:
         if not self._is_last:
             return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=current().device)
-        outputs = [tensors_in(self._outputs[number])[index] for number in range(self._schedule.micro_batches)]
+        outputs = [tensors_in(self._ends.outputs[number])[index] for number in range(self._schedule.micro_batches)]
         return torch.cat([output.detach().movedim(self._batch_dim, 0) for output in outputs])
 
     def _joined_states(self) -> list[torch.Tensor]:
@@ -186,7 +200,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: PipelinedCall, leaf: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
+        ctx.call, ctx.leaf = call, leaf
         with torch.enable_grad():
             made = call._run_forward()
         ctx.mark_non_differentiable(*[tensor for tensor in made if not tensor.is_floating_point()])
@@ -195,4 +209,15 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.call.run_backward(grads)
+        if not accumulates(ctx.leaf):
+            raise RuntimeError(
+                "Stages compute the gradients of all their parameters, so torch.autograd.grad() and backward(inputs=...) cannot"
+                " go through a pipelined list. Use backward(), and read .grad."
+            )
+        call, ctx.call = ctx.call, None
+        if call is None:
+            raise RuntimeError(
+                "Backward runs a second time through one call of a pipelined list, whose stages have freed their graphs. Call the"
+                " list again, or add the losses and run backward once."
+            )
+        return None, None, *call.run_backward(grads)

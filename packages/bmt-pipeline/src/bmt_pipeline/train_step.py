@@ -8,18 +8,19 @@ from typing import Any, Protocol
 import torch
 
 from bmt_core.errors import ConfigError
+from bmt_core.modules.block_use import Scheduled
 from bmt_core.modules.layer_list import run_layers
 from bmt_core.modules.outermost_call import gather_as_leaves, module_call
 from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key, raise_together
-from bmt_pipeline.block_list import PipelineTransformerBlockList
+from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
 from bmt_pipeline.payload import Layout
 from bmt_pipeline.pipeline_model import PipelineModel, as_tuple
 from bmt_pipeline.pipeline_ranks import pipeline_group
 from bmt_pipeline.schedules import Schedule, make_schedule
-from bmt_pipeline.stage_runner import StageRunner
+from bmt_pipeline.stage_runner import Layouts, StageRunner
 from bmt_pipeline.whole_batch import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -71,6 +72,7 @@ def train_step(
     count = num_micro_batches or current().settings.num_micro_batches or layers.stages
     made = make_schedule(schedule, layers.stages, count, layers.chunks)
     _check_placement(made, layers)
+    _check_blocks(model, layers)
     group = pipeline_group()
     problem: Exception | None = None
     text = ""
@@ -79,9 +81,10 @@ def train_step(
         text = step.text
     except Exception as error:
         problem = error
-    key = ("train_step", made.name, count, *agreed_key(group, text, problem))
-    with module_call(model), torch.enable_grad():
-        return step.run(layers._layouts, key)
+    settings = f"train_step with {made.name}, num_micro_batches={count}"
+    key = agreed_key(group, settings, f"{text} {what_needs_gradients(model)}", problem)
+    with module_call(model), torch.enable_grad(), layers.layouts(key) as layouts:
+        return step.run(layouts)
 
 
 class _Step:
@@ -108,12 +111,11 @@ class _Step:
         self._targets = _micro_batches(batch[1], count, "targets") if stage == last else []
         self.text = " ".join(Layout(part[0]).text() for part in (self._inputs, self._targets) if part)
 
-    def run(self, known: dict[tuple[object, ...], Any], key: tuple[object, ...]) -> torch.Tensor:
+    def run(self, layouts: Layouts) -> torch.Tensor:
         """Run the schedule; return the mean loss."""
         layers, schedule, group = self._layers, self._schedule, pipeline_group()
         outside = [p for p in self._model.parameters() if isinstance(p, DistributedParameter) and not p._in_block]
         pairs = gather_as_leaves(outside)
-        layouts = known.pop(key, {})
         parts = [
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
             for chunk, blocks in enumerate(layers.layers_of_chunks())
@@ -122,7 +124,6 @@ class _Step:
         runner.run(schedule.orders[layers.stage_id])
         runner.end()
         raise_together(group, runner.error, runner.has_failed)
-        known[key] = layouts  # not of a step that has failed
         trained = [(whole, leaf) for whole, leaf in pairs if whole.requires_grad]
         if trained:
             # All ranks take part, those too whose stage has not used a parameter.
@@ -140,7 +141,8 @@ class _Step:
             return Arguments(hidden, inputs.rest, inputs.kwargs)
         loss = self._loss_fn(self._model.after_layers(*hidden), self._targets[micro_batch])
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            raise ValueError(f"loss_fn returns a tensor without dims that has a gradient, not {loss!r}.")
+            found = Layout(loss) if isinstance(loss, torch.Tensor) else repr(loss)
+            raise ValueError(f"loss_fn returns a tensor without dims that has a gradient, not {found}.")
         self.losses[micro_batch] = loss.detach()
         # Of the mean over micro-batches; and the manager divides by all ranks, those of a pipeline included.
         scaled = loss if self._manager is None else self._manager.scale_loss(loss)
@@ -211,4 +213,14 @@ def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -
         raise ConfigError(
             f"The schedule {schedule.name!r} with chunks={schedule.chunks} needs the placement {schedule.placement.value!r}, and"
             f" the list of layers has {layers.placement.value!r}. Make it with placement={schedule.placement.value!r}."
+        )
+
+
+def _check_blocks(model: PipelineModel, layers: PipelineTransformerBlockList) -> None:
+    inside = set(layers.modules())
+    found = [name for name, module in model.named_modules() if isinstance(module, Scheduled) and module not in inside]
+    if found and layers.stages > 1:
+        raise ConfigError(
+            "train_step runs what comes before the layers on the first stage only and what comes after them on the last one, and"
+            f" {', '.join(found)} is a Block, which all ranks run together. Leave out its Block: use DistributedModules there."
         )

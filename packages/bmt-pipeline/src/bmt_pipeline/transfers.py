@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bmt_core.comm.objects import recv_object, send_object
-from bmt_core.errors import RemoteError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
+from bmt_pipeline.waiting import waiting_for, waiting_for_all
 
 
 class Arriving(NamedTuple):
@@ -45,17 +45,17 @@ class Transfers:
         for name in sorted({lane.name for lane in self._lanes.values()}):
             # A lane's first operation waits for all members.
             lane = lanes.named(name)
-            with lane.memory():
+            with lane.memory(), waiting_for_all("to begin a step"):
                 lane.group(self._group).all_reduce(torch.zeros(1, device=self._device)).wait()
 
     def send_layout(self, layout: Any, destination: int) -> None:
         """Tell the stage ``destination`` how what it will receive is laid out."""
-        with _naming(destination, "to take from stage"):
+        with waiting_for([destination], f"to take what stage {self._stage} sends"):
             send_object(layout, self._group, destination)
 
     def receive_layout(self, source: int) -> Any:
         """Return what the stage ``source`` sends by :meth:`send_layout`."""
-        with _naming(source, "to send to stage"):
+        with waiting_for([source], f"to send to stage {self._stage}"):
             return recv_object(self._group, source)
 
     def send(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
@@ -79,7 +79,7 @@ class Transfers:
 
     def wait(self, arriving: Arriving) -> list[torch.Tensor]:
         """Return the tensors, once the computation may read them."""
-        with _naming(arriving.source, "to send to stage"):
+        with waiting_for([arriving.source], f"to send to stage {self._stage}"):
             for mark in arriving.marks:
                 mark.wait()
         return arriving.tensors
@@ -88,7 +88,7 @@ class Transfers:
         """Wait until all that was sent has arrived."""
         sent, self._sent = self._sent, []
         for mark, _, destination in sent:
-            with _naming(destination, "to take from stage"):
+            with waiting_for([destination], f"to take what stage {self._stage} sends"):
                 mark.wait()
 
     def _lane(self, edge: tuple[int, int]) -> tuple[Lane, Any]:
@@ -112,24 +112,3 @@ def _lane_name(source: int, destination: int, stages: int) -> str:
     is_up = destination == (source + 1) % stages
     is_odd_turn = stages % 2 == 1 and {source, destination} == {0, stages - 1} and stages > 2
     return f"pipeline {'up' if is_up else 'down'} {2 if is_odd_turn else source % 2}"
-
-
-class _naming:
-    """Turns an error of the communication engine into one that names the other stage."""
-
-    def __init__(self, other: int, what: str) -> None:
-        self._other = other
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, RemoteError):
-            run = current()
-            rank = pipeline_group().ranks[self._other]
-            raise RemoteError(
-                f"Stage {own_stage()} (rank {run.rank}) waited for stage {self._other} (rank {rank}) {self._what} {own_stage()}:"
-                f" {error} Look at the output of rank {rank}: it has ended, failed, or taken more than the timeout of"
-                f" {run.settings.timeout:g} s."
-            ) from error

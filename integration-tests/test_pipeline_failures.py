@@ -1,0 +1,140 @@
+"""A stage that fails, dies or stops ends all stages of its pipeline; after an exception the model goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pipeline_trainings import Piped, loss_of, text
+
+from bmt_core.run.runtime import current
+from bmt_core.testing import rank_pool, run_ranks
+from bmt_optim import OptimManager
+from bmt_pipeline import train_step
+
+
+class Interrupt(Exception):
+    """What fails on one stage."""
+
+
+def interrupt(*_: Any) -> None:
+    raise Interrupt("no luck")
+
+
+def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[..., Any] = interrupt) -> list[Any]:
+    """The losses of the steps, by ``schedule`` or without one by the list; an error where ``act`` has raised, on ``stage`` in step ``at``."""
+    model = Piped(4, 3, True)
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    steps: list[Any] = []
+    calls = 0
+
+    def is_time(which: str) -> bool:
+        return where == which and len(steps) == at and current().topology.axis_rank("pp") == stage
+
+    def forward_hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 4 == 2:  # not in the first micro-batch
+            if is_time("forward"):
+                act()
+            if is_time("backward"):
+                output.register_hook(act)
+
+    def before_layers(*args: Any) -> Any:
+        if is_time("before_layers"):
+            act()
+        return Piped.before_layers(model, *args)
+
+    def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if is_time("loss_fn"):
+            act()
+        return loss_of(logits, targets)
+
+    model.layers.layers()[0].register_forward_hook(forward_hook)
+    model.before_layers = before_layers  # type: ignore[method-assign]
+    for ids, targets in zip(*text(), strict=True):
+        manager.zero_grad()
+        try:
+            if is_time("between"):
+                act()
+            if schedule is None:
+                loss = loss_fn(model(ids), targets)
+                manager.backward(loss)
+            else:
+                loss = train_step(model, loss_fn, (ids, targets), schedule, 4, manager=manager)
+            manager.step()
+            steps.append(float(loss.detach()))
+        except Exception as error:
+            if act is not interrupt:
+                raise
+            steps.append(error)
+            calls = 0
+    return steps
+
+
+CASES = [
+    *[(schedule, where, 1, at) for schedule in (None, "1f1b") for where in ("forward", "backward") for at in (0, 2)],
+    *[("1f1b", "before_layers", 0, at) for at in (0, 2)],
+    *[("1f1b", "loss_fn", 1, at) for at in (0, 2)],
+    ("1f1b", "forward", 0, 0),
+    ("zero-bubble", "backward", 0, 2),
+]
+
+
+def all_cases() -> list[tuple[Any, list[Any]]]:
+    return [(case, [_told(step) for step in run(*case)]) for case in [*CASES, ("1f1b", "", 0, 0)]]
+
+
+def _told(step: Any) -> Any:
+    return f"{type(step).__name__}: {step}" if isinstance(step, Exception) else step
+
+
+def test_a_step_that_failed_on_one_stage_raises_on_all_and_leaves_nothing() -> None:
+    """The steps after it come to what they come to wherever it has failed; a pipelined list and a schedule agree on that."""
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
+    losses: dict[tuple[bool, int], set[float]] = {}
+    for rank, found in enumerate(run_ranks(all_cases, 2, init=init)):
+        *failed, (_, undisturbed) = found
+        for (schedule, where, stage, at), steps in failed:
+            error = steps[at]
+            assert isinstance(error, str), (where, steps)
+            if rank == stage:
+                assert error == "Interrupt: no luck"
+            else:
+                assert error.startswith(f"RemoteError: Stage {stage} of the pipeline (rank {stage}) failed")
+                assert "Traceback" in error and "Interrupt: no luck" in error
+            after = steps[at + 1 :]
+            assert all(isinstance(loss, float) for loss in after), (where, after)
+            assert steps[:at] == pytest.approx(undisturbed[:at])
+            losses.setdefault((schedule is None, at), set()).add(round(sum(after), 5))
+    assert all(len(sums) == 1 for sums in losses.values()), losses
+
+
+def leave() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "schedule", "where", "stage"),
+    [("leave", "1f1b", "between", 0), ("leave", None, "forward", 1), ("stop", None, "forward", 0)],
+)
+def test_a_rank_that_is_gone_or_stops_is_named(how: str, schedule: str | None, where: str, stage: int) -> None:
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 10 if how == "stop" else 30}
+    grace = 0.1 if how == "stop" else 20.0
+    act = {"leave": leave, "stop": stop}[how]
+    outcomes = rank_pool(2).outcomes(run, schedule, where, stage, 1, act, init=init, grace=grace)
+    assert outcomes[stage].error_type == {"leave": "Died", "stop": "Hung"}[how]
+    left = outcomes[1 - stage]
+    assert left.error_type == "RemoteError", left
+    assert f"waited for stage {stage} (rank {stage}) to" in left.error_message
+    assert f"Look at the output of rank {stage}" in left.error_message

@@ -1,0 +1,32 @@
+"""``waiting_for``: errors of the communication engine, with the stages that a stage has waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from bmt_core.errors import RemoteError
+from bmt_core.run.runtime import current
+from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
+
+
+@contextmanager
+def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
+    """Turn an error of the communication engine into one that names ``stages``, and ``what`` they were to do."""
+    try:
+        yield
+    except RemoteError:
+        raise
+    except RuntimeError as error:
+        run, ranks = current(), pipeline_group().ranks
+        names = " and ".join(f"stage {stage} (rank {ranks[stage]})" for stage in stages)
+        raise RemoteError(
+            f"Stage {own_stage()} (rank {run.rank}) waited for {names} {what}: {error} Look at the output of"
+            f" {' and '.join(f'rank {ranks[stage]}' for stage in stages)}: it has ended, failed, or taken more than the timeout of"
+            f" {run.settings.timeout:g} s."
+        ) from error
+
+
+def waiting_for_all(what: str) -> AbstractContextManager[None]:
+    """Do the same as :func:`waiting_for`, with all other stages."""
+    return waiting_for([stage for stage in range(pipeline_group().size) if stage != own_stage()], what)
