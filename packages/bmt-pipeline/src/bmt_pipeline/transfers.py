@@ -47,6 +47,8 @@ class Transfers:
             lane = lanes.named(name)
             with lane.memory(), waiting_for_all("to begin a step"):
                 lane.group(self._group).all_reduce(torch.zeros(1, device=self._device)).wait()
+        for edge in edges:
+            self._connect(edge)
 
     def send_layout(self, layout: Any, destination: int) -> None:
         """Tell the stage ``destination`` how what it will receive is laid out."""
@@ -90,6 +92,17 @@ class Transfers:
         for mark, _, destination in sent:
             with waiting_for([destination], f"to take what stage {self._stage} sends"):
                 mark.wait()
+
+    def _connect(self, edge: tuple[int, int]) -> None:
+        """Send something over ``edge``. NCCL's first transfer between two ranks holds up the hosts of both until both have come."""
+        if self._stage in edge:
+            lane, group = self._lane(edge)
+            source, destination = edge
+            something = torch.zeros(1, device=self._device)
+            sends = [(something, destination)] if self._stage == source else []
+            receives = [(something, source)] if self._stage == destination else []
+            lane.after(lane.here())
+            lane.run(lambda: group.exchange(sends, receives)).wait()
 
     def _lane(self, edge: tuple[int, int]) -> tuple[Lane, Any]:
         lane = self._lanes[edge]

@@ -45,6 +45,7 @@ class GradientReducer:
         self._awaited: set[object] = set()  # one for each call whose gradients are postponed
         self._needed: Sequence[bool] = []  # which gradients the last such pass is about
         self._witness: GradientWitness | None = None  # of .grad as that pass has left it
+        self._placeholders: list[torch.nn.Parameter] = []  # whose .grad is the zero that stands for what is held back
 
     @property
     def held_back_bytes(self) -> int:
@@ -84,6 +85,7 @@ class GradientReducer:
         if has_failed or (self._witness is not None and not self._witness.unchanged()):
             self._held_back = self._witness = None
             self._awaited.clear()
+            self._placeholders = []
             self.is_unwatched = False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
@@ -150,10 +152,12 @@ class GradientReducer:
         """
         self.is_unwatched = False
         parameters = self._group.parameters
-        zeros = self.sum.views(torch.zeros_like(self._group.shard))
-        for parameter, zero, wanted in zip(parameters, zeros, self._needed, strict=True):
-            if parameter.grad is None and wanted:
-                parameter.grad = zero
+        missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]
+        if missing:
+            zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._group.shard)), strict=True))
+            for parameter in missing:
+                parameter.grad = zeros[parameter]
+            self._placeholders += missing
         self._witness = GradientWitness(parameters, [parameter.grad for parameter in parameters])
 
     def reduce_held_back(self) -> None:
@@ -185,6 +189,9 @@ class GradientReducer:
         self.forget_cleared()
         held, self._held_back, self._witness = self._held_back, None, None
         self.is_unwatched = bool(self._awaited)
+        for parameter in self._placeholders:
+            parameter.grad = None  # zero, and no gradient to which to add
+        self._placeholders = []
         if held is None:
             return full
         held += full
