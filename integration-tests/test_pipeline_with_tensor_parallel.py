@@ -1,0 +1,76 @@
+"""Stages of a pipeline, each of which several ranks compute together (pp x tp), against the dense model in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensor_trainings import STEPS, Record, compare, expected, text
+from torch import nn
+from tp_models import FEATURES, VOCABULARY, Layer, Net, fill, gradients_of, tp
+
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.loss import FusedCrossEntropy
+from bmt_core.run.collectives import all_reduce
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_tp import VPEmbedding
+
+BATCH, DTYPE = 4, torch.float64
+
+
+class Piped(PipelineModel):
+    """``tp_models.Net``, of ids (batch, sequence)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = VPEmbedding(VOCABULARY, FEATURES, dtype=DTYPE)
+        self.layers = PipelineTransformerBlockList([lambda: Layer(DTYPE)] * 2, batch_dim=1)
+
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        index, size = tp()
+        embedded: torch.Tensor = self.table(ids.t().chunk(size)[index])
+        return embedded
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.table(hidden, projection=True)
+        return logits
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), targets.flatten())
+    return loss
+
+
+def trained(schedule: str | None) -> Record:
+    model = Piped()
+    whole = fill(Net(DTYPE))
+    model.load_state_dict({name: whole[name] for name in model.state_dict()})
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    topology = current().topology
+    losses, gradients = [], []
+    for ids, targets in zip(*text(BATCH), strict=True):
+        manager.zero_grad()
+        if schedule is None:
+            own_ids, own_targets = [part.chunk(topology.data_size)[topology.data_rank] for part in (ids, targets)]
+            loss = loss_of(model(own_ids), own_targets)
+            manager.backward(loss)
+        else:
+            loss = train_step(model, loss_of, (ids, targets), schedule, 4, manager=manager)
+        gradients.append(gradients_of(model))
+        losses.append(float(all_reduce(loss.detach(), "avg")))
+        manager.step()
+    records: list[Any] = all_gather_object((gradients, dict(model.state_dict())), current().world)
+    joined = [{k: v for other, _ in records for k, v in other[step].items()} for step in range(STEPS)]
+    return losses, joined, {k: v for _, state in records for k, v in state.items()}
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zero-bubble"])
+def test_stages_of_parallel_layers_train_as_the_dense_model(schedule: str | None) -> None:
+    wanted = expected(DTYPE, "sgd", BATCH)
+    for found in run_ranks(trained, 4, schedule, init={"pipe_size": 2, "tp_size": 2, "timeout": 30}, timeout=100):
+        compare(found, wanted, 1e-6)
