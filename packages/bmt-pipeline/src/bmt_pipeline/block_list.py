@@ -267,6 +267,6 @@ def _check_not_on_two_stages(members: Sequence[Layer], stages: Sequence[int]) ->
             if stages[first] != stages[index]:
                 raise ConfigError(
                     f"Layers {first} and {index} of the list, of {type(member).__name__}, share parameters and lie on the stages"
-                    f" {stages[first]} and {stages[index]}. Layers that share parameters lie on one stage: change the number of stages"
-                    " or give costs."
+                    f" {stages[first]} and {stages[index]}. Layers that share parameters lie on one stage: change the number of"
+                    " stages or give costs."
                 )
