@@ -18,8 +18,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])
-@pytest.mark.parametrize("grid", ["pp 2", "pp 4", "pp 2 x dp 2"])
+@pytest.mark.parametrize(("grid", "micro_batches"), [("pp 2", 1), ("pp 4", 2), ("pp 2 x dp 2", 8)])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, grid: str, micro_batches: int) -> None:
     schedule, options = FORMS[form]

@@ -190,9 +190,9 @@ class BlockCall:
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
             self.block.awaited_calls.discard(self.number)
-            self.block.keep_gathered(
-                self.groups, until_next=not self.use.last_backward and bool(self.block.awaited_calls)
-            )
+            # Of a schedule: another backward, or the forward that comes after one that was not the last.
+            is_followed = bool(self.block.awaited_calls) or not self.use.last_forward
+            self.block.keep_gathered(self.groups, until_next=not self.use.last_backward and is_followed)
         if self.block.run.calls_at_rest.pop(self.number, None) is not None:
             for group in self.groups:
                 group.release_at_rest()
