@@ -1,4 +1,4 @@
-"""A stage that fails, dies or stops ends all stages of its pipeline; after an exception the model goes on as if nothing had been."""
+"""A stage that fails, dies or stops ends all stages of its pipeline; after an exception the model goes on as before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def interrupt(*_: Any) -> None:
 
 
 def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[..., Any] = interrupt) -> list[Any]:
-    """The losses of the steps, by ``schedule`` or without one by the list; an error where ``act`` has raised, on ``stage`` in step ``at``."""
+    """The losses of the steps, by ``schedule``, or by the list; an error where ``act`` has raised, on ``stage`` in step ``at``."""
     model = Piped(4, 3, True)
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -218,7 +218,9 @@ def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -
 
 def _check_blocks(model: PipelineModel, layers: PipelineTransformerBlockList) -> None:
     inside = set(map(id, layers.modules()))
-    found = [name for name, module in model.named_modules() if isinstance(module, Scheduled) and id(module) not in inside]
+    found = [
+        name for name, module in model.named_modules() if isinstance(module, Scheduled) and id(module) not in inside
+    ]
     if found and layers.stages > 1:
         raise ConfigError(
             "train_step runs what comes before the layers on the first stage only and what comes after them on the last one, and"
