@@ -1,4 +1,4 @@
-"""What a step of a pipeline gathers and reduces, for how many micro-batches it keeps activations, and what is left between steps."""
+"""What a step of a pipeline gathers and reduces, for how many micro-batches it keeps activations, and what is left after it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Watched(torch.autograd.Function):
 
 
 def measured(schedule: str) -> tuple[Counter[str], int, int, int]:
-    """Of the second step: collectives of blocks, and the most live graphs; bytes of parameters, and of what is gathered after it."""
+    """Of the second step: collectives of blocks, and the most live graphs; bytes of parameters, and of what stays gathered."""
     model = Piped(LAYERS, 3, False)
     seen: list[Any] = []
     most = 0
