@@ -27,7 +27,10 @@ def interrupt(*_: Any) -> None:
 
 
 def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[..., Any] = interrupt) -> list[Any]:
-    """The losses of the steps, by ``schedule`` or without one by the list; an error where ``act`` has raised, on ``stage`` in step ``at``."""
+    """The losses of the steps, by ``schedule``, or by the list if it is None; errors where ``act`` has raised.
+
+    It is called on ``stage`` in step ``at``.
+    """
     model = Piped(4, 3, True)
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

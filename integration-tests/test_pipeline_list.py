@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from pipeline_trainings import compare, expected, listed, on_grid
 
-
 # Micro-batches fewer than, as many as, and more than the stages.
 RUNS = [("pp 1", 2), ("pp 2", 1), ("pp 2", 2), ("pp 2 x dp 2", 8), ("pp 4", 2), ("pp 4", 4)]
 

@@ -35,7 +35,7 @@ class Watched(torch.autograd.Function):
 
 
 def measured(schedule: str) -> tuple[Counter[str], int, int, int]:
-    """Of the second step: collectives of blocks, and the most live graphs; bytes of parameters, and of what is gathered after it."""
+    """Of the second step: collectives of blocks, the most live graphs, bytes of parameters, and those gathered after it."""
     model = Piped(LAYERS, 3, False)
     seen: list[Any] = []
     most = 0

@@ -66,7 +66,10 @@ def expected(dtype: torch.dtype, optimizer: str) -> tuple[list[float], State]:
 def trained(
     dtype: torch.dtype, optimizer: str, schedule: str | None, steps: range, folder: str
 ) -> tuple[list[float], State, int]:
-    """Take ``steps``, each with another number of micro-batches, from a checkpoint in ``folder`` or to one. Also: how many were skipped."""
+    """Take ``steps``, each with another number of micro-batches, from a checkpoint in ``folder`` or to one.
+
+    Returns losses and norms, the parameters, and how many steps were skipped.
+    """
     model, topology, numbers = Piped(dtype), current().topology, []
     manager = OptimManager(loss_scale=1024.0)
     manager.add_optimizer(OPTIMIZERS[optimizer](model.parameters(), **ADAM))

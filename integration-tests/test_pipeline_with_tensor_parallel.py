@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from tensor_trainings import STEPS, Record, compare, expected, text
-from torch import nn
 from tp_models import FEATURES, VOCABULARY, Layer, Net, fill, gradients_of, tp
 
 from bmt_core.comm.objects import all_gather_object

@@ -56,7 +56,8 @@ class LayersOfStage:
 class BatchEnds:
     """What is before the first part and after the last one: see :class:`bmt_pipeline.stage_runner.Ends`.
 
-    Apart from :class:`PipelinedCall`, because the runner holds it: a call that its runner held would live until a garbage collection.
+    Apart from :class:`PipelinedCall`, because the runner holds it: a call that its runner held would live until a garbage
+    collection.
     """
 
     def __init__(self, batch: WholeBatch) -> None:

@@ -216,8 +216,10 @@ def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -
 
 
 def _check_blocks(model: PipelineModel, layers: PipelineTransformerBlockList) -> None:
-    inside = set(layers.modules())
-    found = [name for name, module in model.named_modules() if isinstance(module, Scheduled) and module not in inside]
+    inside = {id(module) for module in layers.modules()}
+    found = [
+        name for name, module in model.named_modules() if isinstance(module, Scheduled) and id(module) not in inside
+    ]
     if found and layers.stages > 1:
         raise ConfigError(
             "train_step runs what comes before the layers on the first stage only and what comes after them on the last one, and"
