@@ -1,4 +1,4 @@
-"""A stage that fails, dies or stops ends all stages of its pipeline; after an exception the model goes on as if nothing had been."""
+"""A stage that fails, dies or stops ends all stages of its pipeline; after an exception the model goes on as before."""
 
 from __future__ import annotations
 

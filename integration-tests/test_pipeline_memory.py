@@ -1,4 +1,4 @@
-"""What a step of a pipeline gathers and reduces, for how many micro-batches it keeps activations, and what is left between steps."""
+"""What a step of a pipeline gathers and reduces, how many activations it keeps, and what is left between steps."""
 
 from __future__ import annotations
 
