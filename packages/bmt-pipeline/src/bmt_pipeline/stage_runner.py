@@ -103,9 +103,7 @@ class StageRunner:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute ``actions``, which go on where those before ended. What the model raises becomes :attr:`error`."""
-        for number, action in enumerate(actions):
-            for coming in actions[number : number + 2]:
-                self._start_receiving(coming)
+        for action in actions:
             if action.kind is Kind.FORWARD:
                 self._forward(action)
             elif action.kind is Kind.WEIGHT_GRADIENT:
@@ -204,28 +202,23 @@ class StageRunner:
         source = self._schedule.place_of(made.part)[0]
         if source == self._stage:
             return self._here.pop(made, [])
-        self._receive_until(made, source, may_wait=True)
+        self._receive_until(made, source)
         arriving = self._arriving.pop(made)
         if arriving is None:
             self.has_failed = True
             return []
         return self._transfers.wait(arriving)
 
-    def _start_receiving(self, action: Action) -> None:
-        for made in self._schedule.inputs_of(self._stage, action):
-            source = self._schedule.place_of(made.part)[0]
-            if source != self._stage:
-                self._receive_until(made, source, may_wait=False)
+    def _receive_until(self, made: Output, source: int) -> None:
+        """Start to receive what the stage ``source`` sends up to ``made``.
 
-    def _receive_until(self, made: Output, source: int, *, may_wait: bool) -> None:
-        """Start to receive what the stage ``source`` sends up to ``made``, as far as its layouts are known."""
+        Not ahead of its use: on GPUs, a receive that waits for its sender takes multiprocessors from the computation.
+        """
         expected = self._expected[source]
         while made not in self._arriving:
             coming = expected[0]
             boundary = coming.part + 1 if coming.content is Content.ACTIVATION else coming.part
             if boundary not in self._layouts:
-                if not may_wait:
-                    return
                 self._untold.discard(boundary)
                 self._layouts[boundary] = self._transfers.receive_layout(source)
             layout = self._layouts[boundary]

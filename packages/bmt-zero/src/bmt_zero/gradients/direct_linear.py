@@ -207,11 +207,15 @@ class WeightGradient(LayerGradient):
         return torch.mm(*self._factors)
 
     def into(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`."""
-        torch.mm(*self._factors, out=destination)
+        """See :class:`LayerGradient`. A float32 destination gets the product of half types before it is rounded."""
+        grad, input = self._factors
+        if destination.dtype == grad.dtype:
+            torch.mm(grad, input, out=destination)
+        else:
+            torch.mm(grad, input, out_dtype=destination.dtype, out=destination)
 
     def added_to(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`. A float32 destination gets the product of half types before it is rounded."""
+        """See :class:`LayerGradient`, and :meth:`into` for float32."""
         grad, input = self._factors
         if destination.dtype == grad.dtype:
             destination.addmm_(grad, input)

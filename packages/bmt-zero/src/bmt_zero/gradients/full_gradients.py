@@ -17,19 +17,28 @@ from bmt_zero.sharding.parameter_group import ParameterGroup
 class FullGradients:
     """A flat tensor of ``dtype`` for the whole gradients of ``group``, uninitialised until :meth:`complete`.
 
-    With ``total``, a flat tensor that holds a sum already, everything is added to it.
+    With ``total``, a flat tensor that holds a sum already, everything is added to it. ``takes_wide``: layers can write gradients
+    in ``dtype`` if it is wider than that of the parameters.
     """
 
-    def __init__(self, group: ParameterGroup, dtype: torch.dtype, *, total: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        group: ParameterGroup,
+        dtype: torch.dtype,
+        *,
+        total: torch.Tensor | None = None,
+        takes_wide: bool = False,
+    ) -> None:
         self._group = group
         self._adds = total is not None
+        self._takes = takes_wide or dtype == group.dtype
         self._flat = torch.empty(group.total, dtype=dtype, device=group.device) if total is None else total
         self._views = group.views_of(self._flat)
         self._is_written = [self._adds] * len(self._views)
 
     def take(self, index: int, gradient: LayerGradient) -> bool:
-        """Write, or add, ``gradient`` where that of parameter ``index`` belongs; False if the tensor has another dtype."""
-        if self._flat.dtype != self._group.dtype and not self._adds:
+        """Write, or add, ``gradient`` where that of parameter ``index`` belongs; False if layers cannot write this dtype."""
+        if not self._takes:
             return False
         if self._is_written[index]:
             gradient.added_to(self._views[index])

@@ -58,22 +58,23 @@ class GradientReducer:
         self.in_flight.make_room()
         return FullGradients(self._group, self.wire_dtype)
 
-    @property
-    def adds_products(self) -> bool:
-        """Whether layers can add the products that are their gradients to what is held back, unrounded and without a copy.
+    def adds_products(self, *, reduces: bool) -> bool:
+        """Whether layers can add the products that are their gradients to the float32 sum, unrounded and without a copy.
 
-        That takes a product of half types that adds to float32, which torch has on CUDA.
+        That takes products of half types into float32, which torch has on CUDA; and a sum, which there is if gradients are held
+        back: these, or those before. ``reduces``: these are not.
         """
-        held = self._held_back
-        return held is not None and held.is_cuda and self._group.dtype.itemsize == 2 and _HAS_WIDE_PRODUCTS
+        can_add = self._group.device.type == "cuda" and self._group.dtype.itemsize == 2 and _HAS_WIDE_PRODUCTS
+        return can_add and (not reduces or self._held_back is not None)
 
-    def full_gradients_to_hold_back(self) -> FullGradients:
-        """Return room for gradients that :meth:`hold_back` is to take: what is held back itself where layers can add to it."""
+    def room_for_products(self, *, reduces: bool) -> FullGradients:
+        """Return room for what :meth:`reduce`, or :meth:`hold_back`, is to take: the sum itself where layers can add to it."""
         self.forget_cleared()
-        if not self.adds_products:
+        if not self.adds_products(reduces=reduces):
             return self.new_full_gradients()
         self.is_unwatched = True  # if it fails half-way, the sum is dropped
-        return FullGradients(self._group, self._group.dtype, total=self._held_back)
+        dtype = summation_dtype(self._group.dtype)
+        return FullGradients(self._group, dtype, total=self._held_back, takes_wide=True)
 
     def forget_cleared(self) -> None:
         """Drop what is kept when the user has cleared the gradients, or when the pass that was to be watched failed.
@@ -192,7 +193,7 @@ class GradientReducer:
         for parameter in self._placeholders:
             parameter.grad = None  # zero, and no gradient to which to add
         self._placeholders = []
-        if held is None:
+        if held is None or held is full:
             return full
         held += full
         return held

@@ -131,7 +131,7 @@ class BlockCall:
         if self.leaf is None or not accumulates(self.leaf):
             return
         for number, group in enumerate(self.groups):
-            adds = not self.use.last_backward and group.reducer.adds_products
+            adds = group.reducer.adds_products(reduces=self.use.last_backward)
             if not group.group.is_hooked and (adds or postponing.gradients is not None):
                 self._postponed[number] = PostponedGroup(group, self.block.may_free_memory_of)
 
@@ -264,7 +264,7 @@ class BlockCall:
             postponing.gradients.add(postponed)
             return [None] * len(needed)
         if postponed is not None:
-            postponed.end_backward(grads, taking, reduces=gradient_sum.is_taking)
+            postponed.end_backward(grads, taking, reduces=self.use.last_backward or gradient_sum.is_taking)
             postponed.check()
             postponed.compute_in_pass()
             return [None] * len(needed)

@@ -50,8 +50,7 @@ class PostponedGroup:
 
     def compute_in_pass(self) -> None:
         """:meth:`compute` in the backward pass that has left it: ``.grad`` is complete when that pass ends. Collective."""
-        reducer = self._group.reducer
-        full = reducer.new_full_gradients() if self._reduces else reducer.full_gradients_to_hold_back()
+        full = self._group.reducer.room_for_products(reduces=self._reduces)
         for position, product in self._products:
             if not full.take(position, product):
                 made, grad = product.made(), self._grads[position]
