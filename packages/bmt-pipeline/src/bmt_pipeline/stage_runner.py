@@ -4,6 +4,11 @@
 fails goes on with the schedule, computes nothing more, and sends what has the right shapes. When all actions are over, all
 stages learn of the failure and raise. Before the first micro-batch the shapes are not known: then the layout says that there will
 be none, and nothing travels over that edge.
+
+[Note: joined products] The weight gradients of two micro-batches are one product of the rows of both. It reads and writes the sum
+of gradients once, where two products would do so twice, and takes less time itself. So they are computed when those of every
+second micro-batch are due. Until then a chunk keeps the inputs of its linear layers and the gradients of their outputs for one
+micro-batch more than the schedule says.
 """
 
 from __future__ import annotations
@@ -25,6 +30,9 @@ from bmt_pipeline.block_uses import block_uses
 from bmt_pipeline.payload import Layout
 from bmt_pipeline.schedules import Action, Content, Kind, Output, Schedule
 from bmt_pipeline.transfers import Arriving, Transfers
+
+_JOINED = 2
+"""For how many micro-batches weight gradients are one product: see [Note: joined products]."""
 
 
 class Part(Protocol):
@@ -100,19 +108,23 @@ class StageRunner:
         self._live: dict[_Key, tuple[list[torch.Tensor], list[GradientEdge]]] = {}
         self._here: dict[Output, list[torch.Tensor]] = {}  # what one part of this stage has made for another one
         self._postponed: dict[_Key, PostponedGradients] = {}
+        self._due: list[list[PostponedGradients]] = [[] for _ in parts]  # by chunk: see [Note: joined products]
+        self._left = [schedule.micro_batches for _ in parts]  # by chunk: whose weight gradients are not due yet
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute ``actions``, which go on where those before ended. What the model raises becomes :attr:`error`."""
         for action in actions:
             if action.kind is Kind.FORWARD:
                 self._forward(action)
-            elif action.kind is Kind.WEIGHT_GRADIENT:
-                self._compute_weight_gradients(action)
-            else:
+            elif action.kind is not Kind.WEIGHT_GRADIENT:
                 self._backward(action)
+            if action.kind in (Kind.WEIGHT_GRADIENT, Kind.BACKWARD):
+                self._try(lambda action=action: self._compute_weight_gradients(action))  # type: ignore[misc]
 
     def end(self) -> None:
         """Wait for what was sent, and let the blocks be used as usual."""
+        for postponed in [*self._postponed.values(), *(one for due in self._due for one in due)]:
+            postponed.drop()  # after a failure
         for part in self._parts:
             _set_use(part.blocks, BlockUse())
         self._transfers.finish()
@@ -176,19 +188,23 @@ class StageRunner:
         if part == self._schedule.parts - 1:
             gradients = self._ends.output_gradients(action.micro_batch)
         gradients = [*gradients, *self._parts[action.chunk].kept_gradients(action.micro_batch)]
-        if action.kind is Kind.INPUT_GRADIENT:
-            with postpone_weight_gradients() as postponed:
+        with postpone_weight_gradients() as postponed:
+            if roots:
                 torch.autograd.backward(roots, gradients)
-            self._postponed[_key(action)] = postponed
-        elif roots:
-            torch.autograd.backward(roots, gradients)
+        self._postponed[_key(action)] = postponed
         found = [leaf.grad for leaf in leaves]
         if part == 0:
             self._ends.take_input_gradients(action.micro_batch, found)
         return found
 
     def _compute_weight_gradients(self, action: Action) -> None:
-        self._try(lambda: self._postponed.pop(_key(action)).compute())
+        due = self._due[action.chunk]
+        due.append(self._postponed.pop(_key(action)))
+        self._left[action.chunk] -= 1
+        if len(due) == _JOINED or self._left[action.chunk] == 0 or not due[0].has_products:
+            postponed = PostponedGradients.joined(due)
+            due.clear()
+            postponed.compute()
 
     def _inputs_of(self, action: Action, part: int) -> list[torch.Tensor]:
         return self._received(Output(Content.ACTIVATION, action.micro_batch, part - 1)) if part > 0 else []

@@ -7,15 +7,26 @@ Blocks leave their work there, and neither knows the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
 
 class PostponedPart(Protocol):
     """What one Block has left of one call: the gradients of parameters that are reduced together."""
+
+    @property
+    def reduced_as(self) -> object:
+        """What stands for these parameters, always the same."""
+
+    @property
+    def has_products(self) -> bool:
+        """Whether there is a product to compute, and not only gradients that autograd has computed."""
+
+    def take_over(self, other: Self) -> None:
+        """Compute from now on what ``other`` has left, of the same parameters, together with this."""
 
     def check(self) -> None:
         """Raise if the gradients cannot be computed any more."""
@@ -55,6 +66,28 @@ class PostponedGradients:
                 part.compute()
             for part in parts:
                 part.finish()
+
+    @property
+    def has_products(self) -> bool:
+        """Whether there is anything to compute that :meth:`joined` would compute faster."""
+        return any(part.has_products for part in self._parts)
+
+    @classmethod
+    def joined(cls, several: Iterable[PostponedGradients]) -> PostponedGradients:
+        """Return what ``several`` passes have left. Its ``compute()`` makes one product for each layer, of all their rows.
+
+        So a sum in memory is read and written once and not once for each. The others have nothing left.
+        """
+        by_parameters: dict[object, PostponedPart] = {}
+        for postponed in several:
+            parts, postponed._parts = postponed._parts, []
+            for part in parts:
+                first = by_parameters.setdefault(part.reduced_as, part)
+                if first is not part:
+                    first.take_over(part)
+        made = cls()
+        made._parts = list(by_parameters.values())
+        return made
 
     def drop(self) -> None:
         """Let go of everything that was postponed."""

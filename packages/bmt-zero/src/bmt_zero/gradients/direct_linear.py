@@ -13,8 +13,8 @@ The weight is no saved tensor, which hooks would have to carry through recomputa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -182,6 +182,10 @@ class LayerGradient:
         """Add the gradient to ``destination``."""
         raise NotImplementedError
 
+    def joined(self, others: Iterable[Self]) -> Self:
+        """Return the sum of this and ``others``, of the same parameter, as one gradient of the rows of all."""
+        raise NotImplementedError
+
     def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
         """Get ready to be computed after the backward pass, when memory of which ``may_be_freed`` says so is gone."""
         grad, *inputs = [factor.clone() if may_be_freed(factor) else factor for factor in self._factors]
@@ -222,6 +226,11 @@ class WeightGradient(LayerGradient):
         else:
             torch.addmm(destination, grad, input, out_dtype=destination.dtype, out=destination)
 
+    def joined(self, others: Iterable[WeightGradient]) -> WeightGradient:
+        """See :class:`LayerGradient`."""
+        grads, inputs = zip(*[gradient._factors for gradient in (self, *others)], strict=True)
+        return WeightGradient(torch.cat([grad.t() for grad in grads]).t(), torch.cat(inputs))
+
 
 class BiasGradient(LayerGradient):
     """The sum of the rows of the gradient of the output (n, out)."""
@@ -237,6 +246,10 @@ class BiasGradient(LayerGradient):
     def added_to(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`."""
         destination += self._factors[0].sum(0)
+
+    def joined(self, others: Iterable[BiasGradient]) -> BiasGradient:
+        """See :class:`LayerGradient`."""
+        return BiasGradient(torch.cat([gradient._factors[0] for gradient in (self, *others)]))
 
 
 def _written(call: GradientCall | None, location: Location, gradient: LayerGradient) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bmt_core.params.shard import summation_dtype
 from bmt_zero.gradients.direct_linear import LayerGradient
 from bmt_zero.schedule.sharded_group import ShardedGroup
 
@@ -19,13 +20,35 @@ class PostponedGroup:
     def __init__(self, group: ShardedGroup, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
         self._group = group
         self._may_be_freed = may_be_freed
-        self._products: list[tuple[int, LayerGradient]] = []
+        self._products: dict[int, list[LayerGradient]] = {}  # by the position of the parameter
         self._grads: list[torch.Tensor | None] = []
+        self._needed: Sequence[bool] = []
+        self._reduces = False
+        self._awaited: list[object] = []
 
     def take(self, position: int, product: LayerGradient) -> None:
         """Keep what a layer would have written into the gradient of the parameter at ``position``."""
         product.keep(self._may_be_freed)
-        self._products.append((position, product))
+        self._products.setdefault(position, []).append(product)
+
+    @property
+    def reduced_as(self) -> object:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
+        return self._group
+
+    @property
+    def has_products(self) -> bool:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
+        return bool(self._products)
+
+    def take_over(self, other: PostponedGroup) -> None:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
+        for position, products in other._products.items():
+            self._products.setdefault(position, []).extend(products)
+        self._grads = [_sum_of(a, b) for a, b in zip(self._grads, other._grads, strict=True)]
+        self._needed = [a or b for a, b in zip(self._needed, other._needed, strict=True)]
+        self._reduces = self._reduces or other._reduces
+        self._awaited += other._awaited
 
     def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, reduces: bool) -> None:
         """Keep ``grads``, which autograd has computed; ``needed`` says which gradients count.
@@ -35,13 +58,15 @@ class PostponedGroup:
         may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
         self._grads = [g.clone() if g is not None and may else g for g, may in zip(grads, may_be_freed, strict=True)]
         self._needed, self._reduces = needed, reduces
-        self._awaited = self._group.reducer.expect(needed)
+        self._awaited = [self._group.reducer.expect(needed)]
 
     def check(self) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
-        self._group.reducer.receive(self._awaited)
-        for _, product in self._products:
-            product.check()
+        for awaited in self._awaited:
+            self._group.reducer.receive(awaited)
+        for products in self._products.values():
+            for product in products:
+                product.check()
 
     def compute(self) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`. Collective."""
@@ -51,12 +76,13 @@ class PostponedGroup:
     def compute_in_pass(self) -> None:
         """:meth:`compute` in the backward pass that has left it: ``.grad`` is complete when that pass ends. Collective."""
         full = self._group.reducer.room_for_products(reduces=self._reduces)
-        for position, product in self._products:
+        for position, products in self._products.items():
+            product = products[0].joined(products[1:]) if len(products) > 1 else products[0]
             if not full.take(position, product):
                 made, grad = product.made(), self._grads[position]
                 self._grads[position] = made if grad is None else grad + made
         flat = full.complete(self._grads, self._needed)
-        self._products, self._grads = [], []
+        self._products, self._grads = {}, []
         if self._reduces:
             self._group.reduce(flat, self._needed)
         else:
@@ -69,10 +95,17 @@ class PostponedGroup:
 
     def drop(self) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
-        self._group.reducer.forget(self._awaited)
-        self._products, self._grads = [], []
+        for awaited in self._awaited:
+            self._group.reducer.forget(awaited)
+        self._products, self._grads = {}, []
 
     def _complete(self) -> None:
         self._group.reducer.sum.finish()
         if self._group.reducer.is_unwatched:
             self._group.reducer.watch()
+
+
+def _sum_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a.to(summation_dtype(a.dtype)) + b
