@@ -108,6 +108,42 @@ def test_gradients_may_be_computed_in_any_order(level: int, use_checkpoint: bool
             torch.testing.assert_close(found, expected)
 
 
+def joined_in_half_precision(level: int, device: str) -> tuple[list[Any], list[Any], bool]:
+    """Gradients of five micro-batches: joined in twos, while those of a later one are postponed; and one after the other.
+
+    Also: whether what stood for held-back gradients is gone when they are reduced.
+    """
+    results = []
+    for joins in (True, False):
+        module = block(level).bfloat16().to(device)
+        left, due = {}, []
+        for micro in range(5):
+            module.set_use(BlockUse(last_backward=micro == 4))
+            loss = module(data(micro).bfloat16().to(device)).float().square().sum()
+            if not joins:
+                loss.backward()
+                continue
+            left[micro] = postponed_backward(loss)
+            if micro > 0:
+                due.append(left.pop(micro - 1))
+            if len(due) == 2:
+                PostponedGradients.joined(due).compute()
+                due.clear()
+        if joins:
+            left.pop(4).compute()
+        results.append(gradients(module))
+    (group, *_) = module._bmt_block.block.groups
+    return *results, group.reducer._placeholders == []  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_in_half_precision_products_of_several_micro_batches_are_one(level: int, device: str) -> None:
+    for joined, ordinary, is_clear in run_ranks(joined_in_half_precision, 2, level, device, init={"device": device}):
+        torch.testing.assert_close(joined, ordinary, rtol=0.02, atol=0.02)
+        assert is_clear
+
+
 def kept_memory() -> tuple[bool, bool, bool, bool]:
     """Whether inputs of layers and gathered parameters live after the backward pass, and after compute()."""
     module = Block(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), False, 3)

@@ -211,20 +211,24 @@ class WeightGradient(LayerGradient):
         return torch.mm(*self._factors)
 
     def into(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`. A float32 destination gets the product of half types before it is rounded."""
+        """See :class:`LayerGradient`. On CUDA a float32 destination gets products of half types unrounded."""
         grad, input = self._factors
         if destination.dtype == grad.dtype:
             torch.mm(grad, input, out=destination)
-        else:
+        elif grad.is_cuda:
             torch.mm(grad, input, out_dtype=destination.dtype, out=destination)
+        else:  # torch has wide products of half types on CUDA only
+            destination.copy_(torch.mm(grad, input))
 
     def added_to(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`, and :meth:`into` for float32."""
         grad, input = self._factors
         if destination.dtype == grad.dtype:
             destination.addmm_(grad, input)
-        else:
+        elif grad.is_cuda:
             torch.addmm(destination, grad, input, out_dtype=destination.dtype, out=destination)
+        else:
+            destination += torch.mm(grad, input)
 
     def joined(self, others: Iterable[WeightGradient]) -> WeightGradient:
         """See :class:`LayerGradient`."""

@@ -19,8 +19,6 @@ from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.sharding.parameter_group import ParameterGroup
 
-_HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
-
 
 class GradientReducer:
     """Takes whole gradients of ``group`` and leaves this rank's part of their sum over the ranks in ``.grad``.
@@ -45,6 +43,7 @@ class GradientReducer:
         self._awaited: set[object] = set()  # one for each call whose gradients are postponed
         self._needed: Sequence[bool] = []  # which gradients the last such pass is about
         self._witness: GradientWitness | None = None  # of .grad as that pass has left it
+        self._is_adding = False  # to what is held back, in place: if that fails half-way, it is dropped
         self._placeholders: list[torch.nn.Parameter] = []  # whose .grad is the zero that stands for what is held back
 
     @property
@@ -59,20 +58,18 @@ class GradientReducer:
         return FullGradients(self._group, self.wire_dtype)
 
     def adds_products(self, *, reduces: bool) -> bool:
-        """Whether layers can add the products that are their gradients to the float32 sum, unrounded and without a copy.
+        """Whether layers can add the products that are their gradients to the float32 sum of half types, without a copy.
 
-        That takes products of half types into float32, which torch has on CUDA; and a sum, which there is if gradients are held
-        back: these, or those before. ``reduces``: these are not.
+        There is a sum if gradients are held back: these, or those before. ``reduces``: these are not.
         """
-        can_add = self._group.device.type == "cuda" and self._group.dtype.itemsize == 2 and _HAS_WIDE_PRODUCTS
-        return can_add and (not reduces or self._held_back is not None)
+        return self._group.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
     def room_for_products(self, *, reduces: bool) -> FullGradients:
         """Return room for what :meth:`reduce`, or :meth:`hold_back`, is to take: the sum itself where layers can add to it."""
         self.forget_cleared()
         if not self.adds_products(reduces=reduces):
             return self.new_full_gradients()
-        self.is_unwatched = True  # if it fails half-way, the sum is dropped
+        self._is_adding = self._held_back is not None
         dtype = summation_dtype(self._group.dtype)
         return FullGradients(self._group, dtype, total=self._held_back, takes_wide=True)
 
@@ -82,12 +79,12 @@ class GradientReducer:
         See the notes in :mod:`bmt_core.params.gradient_sum`.
         """
         self.sum.forget_if_cleared()
-        has_failed = self.is_unwatched and backward_pass() == -1
+        has_failed = self._is_adding or (self.is_unwatched and backward_pass() == -1)
         if has_failed or (self._witness is not None and not self._witness.unchanged()):
             self._held_back = self._witness = None
             self._awaited.clear()
             self._placeholders = []
-            self.is_unwatched = False
+            self.is_unwatched = self._is_adding = False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, flat whole gradients, and what was held back, into the :attr:`sum`. Collective."""
@@ -115,6 +112,7 @@ class GradientReducer:
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
+        self._is_adding = False
         if full is not self._held_back:  # otherwise it was added to already
             self.forget_cleared()
             if self._held_back is None:
@@ -187,6 +185,7 @@ class GradientReducer:
         return summation_dtype(dtype) if is_wide else dtype
 
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
+        self._is_adding = False
         self.forget_cleared()
         held, self._held_back, self._witness = self._held_back, None, None
         self.is_unwatched = bool(self._awaited)
