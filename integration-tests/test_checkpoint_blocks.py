@@ -284,7 +284,7 @@ def spoiled_states(state: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]
         "schedulers": ("with a scheduler", {**state, "lr_schedulers": []}),
         "names": ("nothing about 1 of", with_logical(parameters={name: logical["parameters"][name] for name in rest})),
         "tensor text": (f"{key} of {first!r} is the text", with_first(**{key: "text"})),
-        "shape": ("has shape (2, 2)", with_first(**{key: torch.zeros(2, 2)})),
+        "shape": ("of shape (2, 2)", with_first(**{key: torch.zeros(2, 2)})),
     }
 
 

@@ -215,7 +215,6 @@ def test_a_schedule_may_be_given_in_place_of_a_name() -> None:
     [
         ("1f1", (2, 2, 1), "Did you mean '1f1b'"),
         ("1f1b", (2, 2, 2), "chunks=1, and got 2. Use 'interleaved'"),
-        ("gpipe", (2, 2, 2), "chunks=1, and got 2"),
         ("interleaved", (2, 2, 1), "chunks >= 2, and got 1"),
         ("zero-bubble", (2, 2, 3), "chunks=1 and chunks=2, and got 3"),
         ("gpipe", (0, 2, 1), "at least 1 of stages, and got 0"),

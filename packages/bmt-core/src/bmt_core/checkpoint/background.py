@@ -9,6 +9,7 @@ from typing import Protocol
 
 from bmt_core.checkpoint.model_state import world_group
 from bmt_core.comm.collective_section import collective_section
+from bmt_core.params.uninitialized import off_meta_device
 
 
 class FilesOfRanks(Protocol):
@@ -59,7 +60,7 @@ def wait_for_saves() -> None:
     finished, _under_way = _under_way, None
     files = None if finished is None else finished.files
     try:
-        with collective_section(world_group(), "a checkpoint in the background"):
+        with off_meta_device(), collective_section(world_group(), "a checkpoint in the background"):
             if finished is not None:
                 finished.thread.join()
                 if finished.error is not None:

@@ -63,6 +63,10 @@ def load_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> Non
 
 
 def _matching(number: int, saved: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if any("params" not in group for group in saved):
+        raise CheckpointError(
+            f"The state of optimizer {number} names no parameters in its parameter groups. Save it again with this version."
+        )
     left = list(saved)
     found = []
     for position, group in enumerate(here):

@@ -34,6 +34,7 @@ def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
 
     These are what :func:`gather` returns, the shapes of the whole parameters by name, and the options of the groups.
     """
+    named_parameters = _kept(named_parameters)
     groups = _named_groups(optimizers, named_parameters)
     with collective_section(world(), "gathering the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
@@ -46,6 +47,7 @@ def check_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Raise :class:`CheckpointError` on every rank if :func:`load_logical_state` would, and change nothing. Collective."""
+    named_parameters = _kept(named_parameters)
     _matched_groups(optimizers, state, named_parameters)
     _compare(optimizers, named_parameters, state["parameters"])
 
@@ -54,6 +56,7 @@ def load_logical_state(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> None:
     """Take over what :func:`logical_state` returned. Collective."""
+    named_parameters = _kept(named_parameters)
     matched = _matched_groups(optimizers, state, named_parameters)
     scatter(optimizers, named_parameters, state["parameters"])
     load_options(optimizers, matched)
@@ -215,6 +218,11 @@ def _managed_parameters(
                     )
                 parameters[names.get(p, own_name)] = _ManagedParameter(p, optimizer, group)
     return parameters
+
+
+def _kept(named_parameters: Named | None) -> Named | None:
+    """Return what can be gone through more than once, as ``model.named_parameters()`` cannot."""
+    return None if named_parameters is None else dict(named_parameters)
 
 
 def _named_groups(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> Groups:

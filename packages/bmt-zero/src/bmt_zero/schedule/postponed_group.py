@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from bmt_core.params.shard import summation_dtype
 from bmt_zero.gradients.direct_linear import LayerGradient
 from bmt_zero.schedule.sharded_group import ShardedGroup
+
+_Products = list[tuple[int, LayerGradient]]
+"""In the order in which backward came to the layers: the position of the parameter, and its gradient."""
 
 
 class PostponedGroup:
@@ -20,7 +24,8 @@ class PostponedGroup:
     def __init__(self, group: ShardedGroup, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
         self._group = group
         self._may_be_freed = may_be_freed
-        self._products: dict[int, list[LayerGradient]] = {}  # by the position of the parameter
+        self._products: _Products = []
+        self._joined: list[_Products] = []  # those of other passes
         self._grads: list[torch.Tensor | None] = []
         self._needed: Sequence[bool] = []
         self._reduces = False
@@ -29,7 +34,7 @@ class PostponedGroup:
     def take(self, position: int, product: LayerGradient) -> None:
         """Keep what a layer would have written into the gradient of the parameter at ``position``."""
         product.keep(self._may_be_freed)
-        self._products.setdefault(position, []).append(product)
+        self._products.append((position, product))
 
     @property
     def reduced_as(self) -> object:
@@ -43,8 +48,7 @@ class PostponedGroup:
 
     def take_over(self, other: PostponedGroup) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
-        for position, products in other._products.items():
-            self._products.setdefault(position, []).extend(products)
+        self._joined += [other._products, *other._joined]
         self._grads = [_sum_of(a, b) for a, b in zip(self._grads, other._grads, strict=True)]
         self._needed = [a or b for a, b in zip(self._needed, other._needed, strict=True)]
         self._reduces = self._reduces or other._reduces
@@ -64,8 +68,8 @@ class PostponedGroup:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
         for awaited in self._awaited:
             self._group.reducer.receive(awaited)
-        for products in self._products.values():
-            for product in products:
+        for products in (self._products, *self._joined):
+            for _, product in products:
                 product.check()
 
     def compute(self) -> None:
@@ -76,13 +80,12 @@ class PostponedGroup:
     def compute_in_pass(self) -> None:
         """:meth:`compute` in the backward pass that has left it: ``.grad`` is complete when that pass ends. Collective."""
         full = self._group.reducer.room_for_products(reduces=self._reduces)
-        for position, products in self._products.items():
-            product = products[0].joined(products[1:]) if len(products) > 1 else products[0]
+        for position, product in self._sums():
             if not full.take(position, product):
                 made, grad = product.made(), self._grads[position]
                 self._grads[position] = made if grad is None else grad + made
         flat = full.complete(self._grads, self._needed)
-        self._products, self._grads = {}, []
+        self._products, self._joined, self._grads = [], [], []
         if self._reduces:
             self._group.reduce(flat, self._needed)
         else:
@@ -97,7 +100,17 @@ class PostponedGroup:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
         for awaited in self._awaited:
             self._group.reducer.forget(awaited)
-        self._products, self._grads = {}, []
+        self._products, self._joined, self._grads = [], [], []
+
+    def _sums(self) -> Iterator[tuple[int, LayerGradient]]:
+        """Yield one product for each layer, of the rows of all passes; those of each pass if they have called other layers."""
+        positions = [position for position, _ in self._products]
+        if any([position for position, _ in products] != positions for products in self._joined):
+            yield from itertools.chain(self._products, *self._joined)
+            return
+        for number, (position, product) in enumerate(self._products):
+            others = [products[number][1] for products in self._joined]
+            yield position, product.joined(others) if others else product
 
     def _complete(self) -> None:
         self._group.reducer.sum.finish()
