@@ -153,6 +153,7 @@ def kept_memory() -> tuple[bool, bool, bool, bool]:
         inputs.append(weakref.ref(args[0].untyped_storage()))
 
     module[2].register_forward_pre_hook(note)  # type: ignore[index]
+    gc.collect()  # what other tests have left
     gc.disable()  # what is kept by a cycle counts as kept
     try:
         postponed = postponed_backward(module(data()).square().sum())
