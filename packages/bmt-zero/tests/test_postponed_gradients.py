@@ -77,6 +77,32 @@ def test_each_product_is_computed_once_and_those_for_weights_are_left(level: int
         assert left == weights and inputs + left == ordinary
 
 
+def products_of_joined() -> tuple[Counter[Any], list[Any], list[Any]]:
+    """The products for weights of two micro-batches; and the gradients beside those of ordinary backward passes."""
+    found: list[Any] = []
+    for joins in (True, False):
+        torch.manual_seed(0)
+        module = Block(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6, bias=False)), False, 3).double()
+        left = []
+        for micro in range(2):
+            module.set_use(BlockUse(last_backward=micro == 1))
+            loss = module(data(micro).double()).square().sum()
+            if joins:
+                left.append(postponed_backward(loss))
+            else:
+                loss.backward()
+        with Products() as products:
+            PostponedGradients.joined(left).compute()
+        found += [products.shapes, gradients(module)]
+    return found[0], found[1], found[3]
+
+
+def test_joined_gradients_are_one_product_for_each_layer() -> None:
+    for products, joined, ordinary in run_ranks(products_of_joined, 2):
+        assert products == {((9, 16), (16, 6)): 1, ((6, 16), (16, 9)): 1}
+        torch.testing.assert_close(joined, ordinary)
+
+
 def in_order(order: list[int], level: int, use_checkpoint: bool) -> list[torch.Tensor | None]:
     """Gradients of three micro-batches, of which the last is reduced with what was held back of the others."""
     module = block(level, use_checkpoint)
