@@ -133,10 +133,15 @@ _extended: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _make_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    name = f"{mixin.__name__}[{base.__name__}]"
-    return type(
-        name, (mixin, base), {"__module__": base.__module__, "__qualname__": name, "_bmt_extends": (mixin, base)}
-    )
+    # It has the name of ``base``, which libraries compare and write into files; printing it shows what was added.
+    shown = f"{mixin.__name__}[{base.__dict__.get('_bmt_shown_as', base.__name__)}]"
+    own = {"_bmt_extends": (mixin, base), "_bmt_shown_as": shown, "_get_name": _shown_name}
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__, **own})
+
+
+def _shown_name(module: Any) -> str:
+    shown: str = type(module)._bmt_shown_as
+    return shown
 
 
 def extend(module: nn.Module, mixin: type[nn.Module]) -> None:
