@@ -27,6 +27,7 @@ from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import never_compiled
+from bmt_zero.adapters import see_whole_adapters
 from bmt_zero.schedule.block_engine import BlockEngine
 
 
@@ -92,6 +93,7 @@ class Block(nn.Module):
             compile=compile,
         )
         materialize_buffers(self.modules(), current().device)
+        see_whole_adapters(self.modules())
         self._bmt_block.block.refresh(self)
         check_values_at_first_call(self)
         for parameter in self._bmt_block.block.parameters():

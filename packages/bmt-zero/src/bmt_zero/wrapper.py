@@ -13,6 +13,7 @@ from bmt_core.modules.distributed_module import DistributedModule, extend, refus
 from bmt_core.params.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers
 from bmt_core.run.runtime import current
+from bmt_zero.adapters import count_whole_parameters, see_whole_adapters
 from bmt_zero.block import Block
 from bmt_zero.hugging_face import without_cache_in_recomputation
 from bmt_zero.schedule.zero_run import zero_run
@@ -50,6 +51,8 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
         if module is model or module._parameters:
             extend(module, DistributedModule)
         without_cache_in_recomputation(module)
+        count_whole_parameters(module)
+    see_whole_adapters(list(_modules_outside(model)))
     if init is False:
         initialize_unsaved_buffers(model)
         check_values_at_first_call(model)

@@ -25,6 +25,7 @@ from bmt_core import shutdown as shutdown
 from bmt_core import sum_loss as sum_loss
 from bmt_core import synchronize as synchronize
 from bmt_core import wait_for_saves as wait_for_saves
+from bmt_core import whole_parameters as whole_parameters
 from bmt_core import world_size as world_size
 from bmt_pipeline import PipelineTransformerBlockList as PipelineTransformerBlockList
 from bmt_zero import Block as Block

@@ -45,7 +45,7 @@ TABLE: dict[str, dict[str, Home]] = {
             BmtError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
             ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
             init_parameters is_initialized latest load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
-            wait_for_saves world_size
+            wait_for_saves whole_parameters world_size
             """,
         ),
         **_from("bmtrain.global_var", "config"),

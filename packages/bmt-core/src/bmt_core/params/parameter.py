@@ -111,6 +111,11 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         return torch.Size(shape)
 
     @property
+    def ds_shape(self) -> torch.Size:
+        """DeepSpeed's name of :attr:`whole_shape`, by which PEFT and other libraries size what they add to a sharded layer."""
+        return self.whole_shape
+
+    @property
     def local_axes(self) -> frozenset[str]:
         """The axes of the rank grid along which this parameter is not sharded, and its gradient not summed."""
         return local_axes_of(self.locality)
@@ -239,6 +244,11 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
+            if self.dim() != 1 or self.numel() != self._shard.end - self._shard.start:
+                raise ConfigError(
+                    "A parameter was copied while it is whole, inside whole_parameters(): the copy would not be sharded. Copy the"
+                    " module before or after."
+                )
             self._wait_for_updates()
             copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
             copied._set_place(self._shard, self._init_method, self.locality)
