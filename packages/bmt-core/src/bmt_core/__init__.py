@@ -20,7 +20,7 @@ from bmt_core.errors import (
     PluginError,
     RemoteError,
 )
-from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
+from bmt_core.init.parameter_init import ParameterInitializer, init_parameters, iterate_parameters
 from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
@@ -82,6 +82,7 @@ __all__ = [
     "init_distributed",
     "init_parameters",
     "is_initialized",
+    "iterate_parameters",
     "latest",
     "load",
     "load_checkpoint",

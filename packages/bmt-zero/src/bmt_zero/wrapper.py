@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bmt_core.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
-from bmt_core.modules.distributed_module import DistributedModule, extend, refuse_writing_forward
+from bmt_core.modules.distributed_module import DistributedModule, check_can_be_sharded, extend
 from bmt_core.params.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers
 from bmt_core.run.runtime import current
@@ -34,7 +34,7 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     ``_init_weights`` of Hugging Face models and ``reset_parameters`` of modules. ``init=False`` draws nothing, for a
     model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
     """
-    refuse_writing_forward(model)
+    check_can_be_sharded(model)
     zero_run()  # which gathers parameters outside of Blocks together
     # All at once: buffers that several modules hold stay one tensor.
     materialize_buffers(model.modules(), current().device)

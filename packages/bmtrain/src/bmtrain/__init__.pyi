@@ -1,10 +1,13 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
+from bmt_core import BlockUse as BlockUse
 from bmt_core import BmtError as BmtError
 from bmt_core import CheckpointError as CheckpointError
 from bmt_core import ConfigError as ConfigError
 from bmt_core import DistributedModule as DistributedModule
 from bmt_core import DistributedParameter as DistributedParameter
+from bmt_core import Locality as Locality
+from bmt_core import MeshAxis as MeshAxis
 from bmt_core import NotInitializedError as NotInitializedError
 from bmt_core import ParameterInitializer as ParameterInitializer
 from bmt_core import PluginError as PluginError

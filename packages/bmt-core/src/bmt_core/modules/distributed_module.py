@@ -77,12 +77,17 @@ def refuse_assign(metadata: dict[str, Any]) -> None:
         )
 
 
-def refuse_writing_forward(root: nn.Module) -> None:
-    """Raise :class:`ConfigError` if ``root`` holds a module of torch's that writes its parameters in its forward.
+def check_can_be_sharded(root: nn.Module) -> None:
+    """Raise :class:`ConfigError` if ``root`` holds a module of torch's that must own its parameters.
 
-    It would write the gathered copy, which nobody keeps.
+    One that writes them in its forward would write the gathered copy, which nobody keeps. One that was scripted keeps them in C++.
     """
     for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'The module'} is a module of torch.jit.script, whose parameters cannot be sharded. Leave the module"
+                " as it was, and script functions inside of it."
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             kind = type(module).__name__
             raise ConfigError(
