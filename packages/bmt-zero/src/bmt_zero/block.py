@@ -20,6 +20,7 @@ from bmt_core.modules.distributed_module import (
     replace_by_part,
     whole_value,
 )
+from bmt_core.modules.other_wrappers import NotForFsdp
 from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
@@ -30,7 +31,7 @@ from bmt_core.torch_internals import never_compiled
 from bmt_zero.schedule.block_engine import BlockEngine
 
 
-class Block(nn.Module):
+class Block(NotForFsdp, nn.Module):
     """Shard ``inner_module`` by ZeRO, as one unit, with activation checkpointing.
 
     The block *is* the inner module: the same object, with the block's behaviour added to its class, so names,
