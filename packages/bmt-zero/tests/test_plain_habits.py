@@ -55,7 +55,8 @@ def random_fills() -> list[str]:
         fills: list[Callable[[Any], Any]] = [nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_]
         for fill in [*fills, lambda t: t.data.normal_(0, 0.02), lambda t: nn.init.normal_(t.data), *_METHODS]:
             before = p.detach().clone()
-            texts.append(error_of(lambda fill=fill, p=p: fill(p)))
+            with torch.no_grad():
+                texts.append(error_of(lambda fill=fill, p=p: fill(p)))
             assert texts[-1] == "" or torch.equal(p.detach(), before)
         nn.init.constant_(p, 2.0)
         p.data.mul_(2)
@@ -145,10 +146,10 @@ def copies() -> tuple[list[str], list[str]]:
     assert torch.equal(torch.load(file, weights_only=True), value)
     with torch.inference_mode():
         assert torch.equal(head.weight, value)
-    texts_of_forward = [
-        error_of(lambda block=block: block(torch.ones(2, 3)))
-        for block in (Block(Writes(), True, 3), Block(Writes(), False, 2), OwnWrites())
-    ]
+    texts_of_forward = [error_of(lambda: OwnWrites()(torch.ones(2, 3)))]
+    with torch.no_grad():  # with gradients torch refuses to read the weight after the write
+        for block in (Block(Writes(), True, 3), Block(Writes(), False, 1)):
+            texts_of_forward.append(error_of(lambda block=block: block(torch.ones(2, 3))))
     return texts, texts_of_forward
 
 
@@ -170,7 +171,7 @@ def other_wrappers() -> list[str]:
         for call in (
             lambda: DistributedDataParallel(wrapped()),
             lambda: DistributedDataParallel(plain_root),
-            lambda: FullyShardedDataParallel(plain_root, device_id=None),
+            lambda: FullyShardedDataParallel(plain_root, device_id=torch.device("cpu")),
             lambda: fully_shard(wrapped()),
             lambda: clip_grad_norm_(plain_root.parameters(), 1.0),
             lambda: nn.utils.clip_grad_norm_(list(plain_root.parameters()), 1.0),

@@ -30,9 +30,9 @@ class GatheredCopy(torch.Tensor):
         copies = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, GatheredCopy)]
         name = getattr(func, "__name__", str(func))
         if name in _SETTERS and args and isinstance(args[0], GatheredCopy):
-            _refuse("an attribute" if name == "__set__" else f"{name}()")
-        versions = [copy._version for copy in copies]
+            _refuse("Setting an attribute" if name == "__set__" else f"{name}()")
         with without_torch_functions():
+            versions = [copy._version for copy in copies]
             result = func(*args, **kwargs)
             if versions != [copy._version for copy in copies]:
                 _refuse(f"{name}()")
@@ -40,10 +40,11 @@ class GatheredCopy(torch.Tensor):
             return map_tensors(lambda tensor: _as_copy(tensor, keys), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), self.detach().clone())
+        copied: torch.Tensor = memo.setdefault(id(self), self.detach().clone())
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _ordinary(self.detach()).__reduce_ex__(protocol)
+        return _ordinary(self.detach()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def as_gathered_copy(whole: torch.Tensor) -> torch.Tensor:

@@ -73,10 +73,11 @@ class PartData(NoRandomFills, torch.Tensor):
         return super().detach().as_subclass(PartData)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return memo.setdefault(id(self), self.clone())
+        copied: torch.Tensor = memo.setdefault(id(self), self.clone())
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def _refuse(name: str) -> NoReturn:

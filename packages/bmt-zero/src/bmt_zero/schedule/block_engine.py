@@ -76,7 +76,7 @@ class BlockEngine:
                 slots.take_out(whole)
             if writes != call.writes:
                 raise ConfigError(
-                    f"The forward of {type(module).__name__} wrote to a gathered parameter of its Block, which nobody keeps. Change"
+                    f"The forward of {type(module).__name__} wrote to a gathered parameter, which nobody keeps. Change"
                     " parameters after the optimizer's step, through model.parameters(), where each rank has its part."
                 )
             if has_gradient_hooks(whole.own):

@@ -76,7 +76,7 @@ class ZeroRun:
         if self._warns_of_lists:
             self._warns_of_lists = False
             warnings.warn(
-                f"A Block of {type(module).__name__} returned a list, as its module does, where BMTrain's returned a tuple. If your"
+                f"{type(module).__name__} returned a list, as its module does, where BMTrain's returned a tuple. If your"
                 " code asks for a tuple, let the module return one. This is said once.",
                 UserWarning,
                 stacklevel=4,
