@@ -91,7 +91,7 @@ class Tower(DistributedModule):
         self.plain = nn.Parameter(torch.ones(2))
         self.twin = Leaf(self._parameters["weight"])
         self.register_buffer("steps", torch.tensor([1, 2], dtype=torch.uint8))
-        assert type(self.weight) is torch.Tensor and self.weight.shape == (5, 3)  # whole, also during construction
+        assert type(self.weight * 1) is torch.Tensor and self.weight.shape == (5, 3)  # whole, also during construction
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight, self.bias) @ self.weight + self.twin(x) + self.weight.sum()

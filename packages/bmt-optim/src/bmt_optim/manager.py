@@ -29,11 +29,11 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
+from bmt_core.params.groups_by_slices import warn_of_groups_by_slices
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
-from bmt_optim.current_run import device_of, kernels_for, world
-from bmt_optim.decay_groups import warn_of_groups_by_slices
+from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
 from bmt_optim.elementwise import check_elementwise
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
@@ -63,7 +63,8 @@ class OptimManager:
     Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss by ``loss_scale / grad_scale``
     first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over
     all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
-    manager are safe too, with the sums. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
+    manager are safe too, with the sums. In a run of ``init_distributed(gradients="mean")`` gradients are means as they are, and
+    ``grad_scale`` is 1. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
     over all ranks, once; ``sum_plain_gradients=False`` if your program does. A later ``backward`` adds to them as in plain torch.
 
     ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
@@ -136,10 +137,10 @@ class OptimManager:
 
     @property
     def grad_scale(self) -> float:
-        """What losses are divided by: the number of ranks that see different data, unless it was given."""
+        """What losses are divided by: unless given, the number of ranks that see different data, or 1 if gradients are means."""
         if self._grad_scale is not None:
             return self._grad_scale
-        return current().topology.data_size if is_initialized() else 1
+        return current().topology.data_size // gradient_divisor() if is_initialized() else 1
 
     @grad_scale.setter
     def grad_scale(self, value: float | None) -> None:
@@ -157,7 +158,7 @@ class OptimManager:
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
         check_elementwise(optimizer)
-        warn_of_groups_by_slices(adapted.param_groups)
+        warn_of_groups_by_slices(adapted.param_groups, stacklevel=3)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
@@ -170,7 +171,9 @@ class OptimManager:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on."""
-        self._plain.share_out(world())
+        self._plain.share_out(world(), gradient_divisor())
+        if is_initialized():
+            current().has_scaled_loss = True
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -322,7 +325,7 @@ class OptimManager:
     def _complete_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         reduce_held_back(parameters)
         if self.sum_plain_gradients:
-            self._plain.sum(parameters, world())
+            self._plain.sum(parameters, world(), gradient_divisor())
 
     def _scaling_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
         """Enter :meth:`ManagedOptimizer.scaling_gradients` of all optimizers."""

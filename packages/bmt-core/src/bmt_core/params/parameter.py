@@ -24,11 +24,12 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
+from bmt_core.params.random_fills import NoRandomFills, PartData
 from bmt_core.params.shard import Shard, even_ranges
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
 from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
 from bmt_core.run.locality import Locality, check_locality
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
     accumulates,
     has_gradient_hooks,
@@ -42,7 +43,7 @@ from bmt_core.torch_internals import (
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class DistributedParameter(OldParameterNames, torch.nn.Parameter):
+class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
     Every rank passes the same values (``init_distributed`` seeds alike) and keeps its part; nothing is communicated. It is
@@ -56,7 +57,8 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     ``init_method`` is called by :func:`init_parameters` with the whole tensor, of :attr:`whole_shape`. ``data`` on the
     meta device has no values: the part gets memory, and must be initialised or loaded before it is read.
 
-    ``.grad`` is this rank's part of the gradient, *summed* over the group, in the parameter's dtype.
+    ``.grad`` is this rank's part of the gradient, in the parameter's dtype: *summed* over the group, or the mean over the ranks
+    that see different data where :func:`init_distributed` was told ``gradients="mean"``.
 
     Raises :class:`ConfigError` when ``group`` reaches over an axis along which the parameter is local.
     """
@@ -71,6 +73,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     _initialized: bool
     _shared: bool
     _flat_index: int | None
+    _is_lent = False  # whole, or a placeholder, while the model is initialised
 
     def __new__(
         cls,
@@ -134,6 +137,14 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         return self.shard_group.size > 1 and not self._shard.replicated
 
     @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold other elements, or other layers of the model: a norm of this rank's is not the model's."""
+        if self._is_lent or self.is_sharded:
+            return not self._is_lent
+        local = [place.axis for place in self.locality if place.is_own or place.split_dim is not None]
+        return bool(local) and is_initialized() and any(current().topology.axis_size(axis) > 1 for axis in local)
+
+    @property
     def replicas(self) -> int:
         """Number of ranks of the world that hold the same elements as this rank does.
 
@@ -145,7 +156,8 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
         """Return the whole tensor, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
 
-        Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and this rank keeps its part.
+        Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and this rank keeps its part, or its part
+        of the mean: see the class.
         Collective.
         """
         if not has_values(self):
@@ -229,9 +241,9 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The local part; writes through it are seen: see [Note: aliasing]."""
+        """The local part; writes through it are seen: see [Note: aliasing]. Random fills raise: see :class:`NoRandomFills`."""
         self._wait_for_updates()
-        return self.detach()
+        return self.detach().as_subclass(PartData) if self.is_part else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -434,7 +446,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
-        reduced = parameter._shard.reduce(grad)
+        reduced = parameter._shard.reduce(grad, current().gradient_divisor)
         return take_now(parameter, reduced), None, None
 
 
