@@ -37,6 +37,7 @@ class RunSettings:
     pin_cpu: bool = False
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
     prefetch_bytes: int | None = None
+    check_calls: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipe_size", "tp_size"):

@@ -50,6 +50,9 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
         if module is model or module._parameters:
             extend(module, DistributedModule)
         without_cache_in_recomputation(module)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DistributedParameter):
+            parameter.label = name
     if init is False:
         initialize_unsaved_buffers(model)
         check_values_at_first_call(model)

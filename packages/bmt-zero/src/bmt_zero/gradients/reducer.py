@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from bmt_core.comm import Work
+from bmt_core.comm.call_check import naming
 from bmt_core.errors import BmtError
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
@@ -33,6 +34,7 @@ class GradientReducer:
         self.watcher: ReductionWatcher | None = None
         self._group = group
         self._name = name
+        self._purpose = ""
         self._reduce_dtype = reduce_dtype
         self._lane = lane
         self._ranks = lane.group(group.ranks)
@@ -209,6 +211,9 @@ class GradientReducer:
         return full.dtype if is_same else summation_dtype(full.dtype)
 
     def _start(self, reduced: torch.Tensor, full: torch.Tensor) -> Work:
-        if self._group.is_replicated:
-            return self._ranks.all_reduce(full)
-        return self._ranks.reduce_scatter(reduced, full)
+        if not self._purpose:
+            self._purpose = f"for gradients of {self._name} ({self._group.labels})"
+        with naming(self._purpose):
+            if self._group.is_replicated:
+                return self._ranks.all_reduce(full)
+            return self._ranks.reduce_scatter(reduced, full)
