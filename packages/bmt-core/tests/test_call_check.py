@@ -33,6 +33,7 @@ def quick_watch() -> Iterator[None]:
         patch.setattr(call_watch, "PERIOD", call_watch.PERIOD / 10)
         patch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
         patch.setattr(call_watch, "WARN_AFTER", call_watch.WARN_AFTER / 100)
+        patch.setattr(call_check, "FIRST_CALLS", 5)
         patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
         yield
 
@@ -125,7 +126,20 @@ def warned_of_a_late_rank() -> str:
     return " ".join(said)
 
 
+def different_calls_on_devices() -> None:
+    """What a backend for devices does; the operation itself is left out."""
+    group = bmt_core.current().calls.group("devices", (0, 1))  # type: ignore[union-attr]
+    for number in range(call_check.FIRST_CALLS + 1):
+        group.enter_on_device(("all_reduce", number), torch.ones(1))
+    group = bmt_core.current().calls.group("others", (0, 1))  # type: ignore[union-attr]
+    for number in range(call_check.FIRST_CALLS + bmt_core.rank()):  # one more is not checked
+        group.enter_on_device(("all_reduce", number), torch.ones(1))
+    group = bmt_core.current().calls.group("last", (0, 1))  # type: ignore[union-attr]
+    group.enter_on_device(("all_reduce", bmt_core.rank()), torch.ones(1))
+
+
 CASES = [
+    different_calls_on_devices,
     different_sizes,
     different_names,
     a_weight_printed_on_one_rank,
@@ -152,14 +166,16 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
     warnings, failures, of_killed = survivor.value
     for rank, found in enumerate(failures):
         said = {name: text for name, (text, _) in found.items()}
-        assert max(seconds for _, seconds in found.values()) < 10
+        assert max(seconds for _, seconds in found.values()) < 50  # not by the timeout
         one, other = "all_gather, 40 bytes", "all_gather, 44 bytes"
         for name in ("different_sizes", "a_caught_error_that_another_call_follows"):
             assert said[name].startswith("CallError: Ranks have entered different calls: rank ")
             assert one in said[name] and other in said[name] and "call 1 of group dp/main/0 (ranks 0, 1)" in said[name]
         assert "for layer 0" in said["different_names"] and "for layer 1" in said["different_names"]
         printed = said["a_weight_printed_on_one_rank"]
-        assert "all_gather, 24 bytes, for Layer.weight of shape (3, 4)" in printed and "all_reduce (sum)" in printed
+        assert "all_gather, 24 bytes, for Layer.weight of shape (3, 4)" in printed and "all_reduce sum" in printed
+        on_devices = said["different_calls_on_devices"]
+        assert "call 1 of group last" in on_devices and "all_reduce 0" in on_devices and "all_reduce 1" in on_devices
         in_ring = said["different_groups"]
         assert "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather, 8 bytes, which rank 1 has not" in in_ring
         assert "rank 1 is in call 1 of group dp/gather/0 (ranks 0, 1): the first operation on the group, which" in in_ring
@@ -167,10 +183,10 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         assert ended.startswith(("ValueError: no luck", "CallError: Rank 0 has ")[rank])
         assert "ValueError: no luck" in ended
     assert warnings[1] == ""
-    assert "rank 0 has waited 0 s in call 1 of group dp/main/0 (ranks 0, 1): all_reduce (sum)" in warnings[0]
+    assert "rank 0 has waited 0 s in call 1 of group dp/main/0 (ranks 0, 1): all_reduce sum" in warnings[0]
     assert warnings[0].endswith("It waits for rank 1, which has entered no call yet.")
     assert "CallError: The process of rank 1, which has entered no call yet, was killed or has crashed" in of_killed[0]
-    assert of_killed[1] < 10
+    assert of_killed[1] < 50
 
 
 def more_calls_than_are_kept() -> float:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from bmt_core.comm.call_watch import CallWatch, mismatch_text
@@ -75,33 +76,27 @@ class GroupCalls:
         self._device_calls_left = check.first_calls
         self._slots = [_Entry(0, 0, "", "")] * _SLOTS
 
-    def enter(self, text: str, compared: str | None = None) -> Call:
-        """Enter the next call, described by ``text``; :class:`CallError` if another rank has entered a different one.
+    def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
+        """Enter the next call: ``operation``, its name and what else must be equal on all ranks, with ``tensor`` of this rank.
 
-        ``compared`` is what the ranks compare, by default what describes the call.
+        Raises :class:`CallError` if another rank has entered a different call.
         """
-        self._watch.raise_failure(text)
-        number = self._number + 1
-        call = Call(group=self._name, ranks=self._ranks, number=number, text=text + _shown)
-        first = self._first_entry(number, text + _compared if compared is None else compared)
-        if first is not None:
-            self._watch.fail(mismatch_text(call, self._check.rank, *first), self._store)
-            self._watch.raise_failure()
-        self._number = number
-        self._watch.last = call
-        self._watch.entered[self._name] = number
-        return call
+        text = f"{' '.join(map(str, operation))}, {tensor.nbytes} bytes"
+        return self._enter(text + _shown, compared=text + _compared)
 
-    def enter_on_device(self, text: str) -> None:
-        """Enter the next call and return when all members have, while calls on devices are checked; then return at once."""
+    def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
+        """Do the same for a call on a device, and return when all members have entered it.
+
+        When so many calls were checked as are to be, it does nothing.
+        """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
-            self._meet(self.enter(text))
+            self._meet(self.enter(operation, tensor))
 
     def connect(self) -> None:
         """Return when all members are about to connect the group: what connects them waits without an end."""
         text = "the first operation on the group"
-        self._meet(self.enter(text, compared=text))
+        self._meet(self._enter(text + _shown, compared=text))
 
     def wait(self, call: Call, work: dist.Work) -> None:
         """Wait for ``work``, which is that of ``call`` on the CPU."""
@@ -125,6 +120,19 @@ class GroupCalls:
         except RuntimeError as error:
             raise self._error(text, error, begin) from error
 
+    def _enter(self, text: str, *, compared: str) -> Call:
+        self._watch.raise_failure(text)
+        number = self._number + 1
+        call = Call(group=self._name, ranks=self._ranks, number=number, text=text)
+        first = self._first_entry(number, compared)
+        if first is not None:
+            self._watch.fail(mismatch_text(call, self._check.rank, *first), self._store)
+            self._watch.raise_failure()
+        self._number = number
+        self._watch.last = call
+        self._watch.entered[self._name] = number
+        return call
+
     def _first_entry(self, number: int, text: str) -> tuple[int, str] | None:
         """Return rank and text of the one that entered the call first if its text is another one; None if it is ``text``.
 
@@ -133,7 +141,7 @@ class GroupCalls:
         """
         slot = number % _SLOTS
         seen = self._slots[slot]
-        if seen.number < number:
+        if seen.number < number and not self._watch.store_is_gone:
             own = f"{number} {self._check.rank} {text}"
             try:
                 found = self._store.compare_set(f"entered/{self._name}/{slot}", seen.stored, own).decode()

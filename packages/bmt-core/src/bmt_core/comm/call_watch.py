@@ -22,8 +22,8 @@ WARN_AFTER = 30.0
 """Seconds for which a rank waits before it says for whom."""
 _SILENT_PERIODS = 3.5  # after so many without a word, while a connection is lost, a rank is taken for dead
 _PATIENCE = 7.0  # seconds for finding out who is dead
-_FAREWELL = 3.0  # seconds that the rank which serves the store leaves the others to read of a failure
-_FAILURE = "failure"
+_READERS_PATIENCE = 3.0  # seconds for which the rank that serves the store waits for its readers
+_FAILURE, _FAREWELL = "failure", "farewell"
 _ADVICE = (
     "All ranks of a group must make the same calls in the same order. Look for what only some ranks do, such as save(),"
     " state_dict(), print(weight) or a forward behind `if rank() == 0`."
@@ -40,6 +40,8 @@ class CallWatch:
         self.rank = rank
         self.failure: str | None = None
         """Why no call of the run can be trusted any more; the same on every rank."""
+        self.store_is_gone = False
+        """Whether the rank that served the store has left, and nothing can be compared any more."""
         self.entered: dict[str, int] = {}
         self.last: Call | None = None
         self._waiting: tuple[Call, float] | None = None
@@ -52,7 +54,7 @@ class CallWatch:
         self._wake = threading.Event()
         self._is_stopping = False
         self._connection_is_lost = False
-        self._has_acknowledged = False
+        self._has_read_failure = False
         self._warned_of: Call | None = None
         self._ring: tuple[tuple[Call | None, ...], dict[int, int]] | None = None
         self._heard: dict[int, tuple[int, float]] = {}
@@ -94,7 +96,10 @@ class CallWatch:
         self._connection_is_lost = True
         self._wake.set()
         self._failure_is_known.wait(_PATIENCE)
-        why = self.failure or f"The connection to another rank is lost ({error}). Look at the output of all ranks."
+        guess = f"The connection to another rank is lost ({error}). Look at the output of all ranks."
+        if self.store_is_gone:
+            guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
+        why = self.failure or guess
         return CallError(f"{why} This is rank {self.rank}, in {call}.")
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
@@ -104,18 +109,26 @@ class CallWatch:
         )
 
     def close(self, ended: str = "") -> None:
-        """Tell the others that this rank leaves; ``ended`` is the error for which it does, if there is one."""
+        """Tell the others that this rank leaves; ``ended`` is the error for which it does, if there is one.
+
+        The rank that serves the store waits a moment until they have read it: they would lose the news, and torch would print
+        much about a store that is gone.
+        """
         self._is_stopping = True
         self._wake.set()
         self._thread.join()
+        if self.store_is_gone or (self._has_read_failure and not self._serves_store):
+            return
         try:
             self._beat += 1
             self._tell(ended)
             if ended and self.failure is None:
                 self.fail(f"Rank {self.rank} has failed ({ended}).")
-            self._store.set(self._seen(self.rank), "")
-            if self._serves_store and self.failure is not None:
+            if self._serves_store:
+                self._store.set(_FAREWELL, "")
                 self._wait_for_readers()
+            else:
+                self._store.set(self._seen(self.rank), "")
         except dist.DistError as error:
             logger.debug("bmt: rank %d cannot tell that it leaves: %s", self.rank, error)
 
@@ -124,31 +137,34 @@ class CallWatch:
             while not self._is_stopping:
                 self._wake.wait(PERIOD / 4 if self._connection_is_lost else PERIOD)
                 self._wake.clear()
-                if not self._is_stopping:
-                    self._tick()
+                if not self._is_stopping and not self._tick():
+                    return
         except dist.DistError as error:
-            # Nobody waits at the end, so the store may be gone first. That matters to those only who lose a connection too.
             logger.debug("bmt: rank %d cannot reach the store any more: %s", self.rank, error)
-            self.failure = self.failure or (
-                "Rank 0, or the launcher, has ended: the store that it served is gone." if self._connection_is_lost else None
-            )
+            self.store_is_gone = True
             self._failure_is_known.set()
 
-    def _tick(self) -> None:
+    def _tick(self) -> bool:
+        """Tell and read; return whether there will be more of that."""
         self._beat += 1
         waiting = self._waiting
         self._tell()
-        if not self._has_acknowledged and self._store.check([_FAILURE]):
+        if self._store.check([_FAILURE]):
             self._learn(self._store.get(_FAILURE).decode())
+            return False
+        if not self._serves_store and self._store.check([_FAREWELL]):
+            self._store.set(self._seen(self.rank), "")
+            self.store_is_gone = True
+            self._failure_is_known.set()
+            return False
         now = time.monotonic()
-        if self.failure is not None or now < self._next_look:
-            return
         if self._connection_is_lost:
             self._look_for_the_dead(now)
-        elif waiting is not None and now - waiting[1] >= LOOK_AFTER:
+        elif waiting is not None and now - waiting[1] >= LOOK_AFTER and now >= self._next_look:
             # All read the states of all: with many ranks, less often.
             self._next_look = now + self._world_size / 64
             self._look(waiting[0], now - waiting[1])
+        return True
 
     def _tell(self, ended: str | None = None) -> None:
         # Waiting first: a call that is entered meanwhile is then in ``entered``, and nobody seems to miss it.
@@ -159,8 +175,8 @@ class CallWatch:
         self._store.set(f"state/{self.rank}", state.to_json())
 
     def _learn(self, failure: str) -> None:
-        self._has_acknowledged = True
         self._store.set(self._seen(self.rank), "")
+        self._has_read_failure = True
         if self.failure is None:
             self.failure = failure
             if self._waiting is None and not self._connection_is_lost:
@@ -213,7 +229,7 @@ class CallWatch:
         return {rank: RankState.from_json(text) for rank, text in zip(ranks, found, strict=True)}
 
     def _wait_for_readers(self) -> None:
-        end = time.monotonic() + _FAREWELL
+        end = time.monotonic() + _READERS_PATIENCE
         keys = [self._seen(other) for other in self._others]
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(0.02)

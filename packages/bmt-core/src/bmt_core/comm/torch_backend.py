@@ -72,11 +72,11 @@ class TorchGroup(Group):
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
-        return self._started("all_gather", _all_gather_single, _bytes(output), _bytes(input))
+        return self._started(("all_gather",), _all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.reduce_scatter`."""
-        name = f"reduce_scatter ({op}) of {input.dtype}"
+        name = "reduce_scatter", op, input.dtype
         if output.dtype == input.dtype:
             if input.is_cuda:
                 return self._started(name, _reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
@@ -87,17 +87,17 @@ class TorchGroup(Group):
         if op not in ("sum", "avg"):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
-        work = self._started(f"{name} into {output.dtype}", dist.all_to_all_single, _bytes(parts), _bytes(input))
+        work = self._started((*name, output.dtype), dist.all_to_all_single, _bytes(parts), _bytes(input))
         return SumOfParts(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.all_reduce`."""
-        return self._started(f"all_reduce ({op}) of {tensor.dtype}", dist.all_reduce, tensor, op=_REDUCE_OPS[op])
+        return self._started(("all_reduce", op, tensor.dtype), dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
         """See :meth:`Group.broadcast`."""
         source = self.ranks[root]
-        return self._started(f"broadcast from rank {source}", dist.broadcast, _bytes(tensor), src=source)
+        return self._started(("broadcast from rank", source), dist.broadcast, _bytes(tensor), src=source)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Group.send`."""
@@ -132,7 +132,9 @@ class TorchGroup(Group):
     def _guarded(self, work: Work, text: str) -> Work:
         return work if self._calls is None else _Guarded(work, self._calls, text)
 
-    def _started(self, name: str, operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Work:
+    def _started(
+        self, name: tuple[object, ...], operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any
+    ) -> Work:
         """Start a collective: in gloo's threads on the CPU, on the current stream on CUDA.
 
         Its number, ``name`` and size are compared with the other ranks' before: see [Note: how calls are checked].
@@ -143,11 +145,10 @@ class TorchGroup(Group):
         process_group, is_cuda = self.process_group, tensors[0].is_cuda
         call: Call | None = None
         if self._calls is not None:
-            text = f"{name}, {tensors[-1].nbytes} bytes"
             if is_cuda:
-                self._calls.enter_on_device(text)
+                self._calls.enter_on_device(name, tensors[-1])
             else:
-                call = self._calls.enter(text)
+                call = self._calls.enter(name, tensors[-1])
         work = operation(*tensors, group=process_group, async_op=not is_cuda, **options)
         if work is None:
             return Finished()
