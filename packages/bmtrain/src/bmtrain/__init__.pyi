@@ -1,6 +1,7 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
 from bmt_core import BmtError as BmtError
+from bmt_core import CallError as CallError
 from bmt_core import CheckpointError as CheckpointError
 from bmt_core import ConfigError as ConfigError
 from bmt_core import DistributedModule as DistributedModule

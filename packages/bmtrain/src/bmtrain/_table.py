@@ -42,7 +42,7 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from(
             "bmt_core",
             """
-            BmtError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
+            BmtError CallError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
             ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
             init_parameters is_initialized latest load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
             wait_for_saves world_size

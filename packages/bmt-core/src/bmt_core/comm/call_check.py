@@ -74,7 +74,7 @@ class GroupCalls:
         self._ranks = ranks
         self._number = 0
         self._device_calls_left = check.first_calls
-        self._slots = [_Entry(0, 0, "", "")] * _SLOTS
+        self._slots = [_Entry(0, 0, "", "", "")] * _SLOTS
 
     def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
         """Enter the next call: ``operation``, its name and what else must be equal on all ranks, with ``tensor`` of this rank.
@@ -124,7 +124,7 @@ class GroupCalls:
         self._watch.raise_failure(text)
         number = self._number + 1
         call = Call(group=self._name, ranks=self._ranks, number=number, text=text)
-        first = self._first_entry(number, compared)
+        first = self._first_entry(number, compared, text)
         if first is not None:
             self._watch.fail(mismatch_text(call, self._check.rank, *first), self._store)
             self._watch.raise_failure()
@@ -133,8 +133,8 @@ class GroupCalls:
         self._watch.entered[self._name] = number
         return call
 
-    def _first_entry(self, number: int, text: str) -> tuple[int, str] | None:
-        """Return rank and text of the one that entered the call first if its text is another one; None if it is ``text``.
+    def _first_entry(self, number: int, compared: str, shown: str) -> tuple[int, str] | None:
+        """Return which rank entered the call first, and what it shows, if it compares something else than ``compared``; or None.
 
         Each slot holds the entry of the first that came, until the call :data:`_SLOTS` later takes it. Every rank knows what it
         has last seen there, so one request replaces that, or finds that another rank was faster.
@@ -142,17 +142,17 @@ class GroupCalls:
         slot = number % _SLOTS
         seen = self._slots[slot]
         if seen.number < number and not self._watch.store_is_gone:
-            own = f"{number} {self._check.rank} {text}"
+            own = f"{number} {self._check.rank} {compared}\n{shown}"
             try:
                 found = self._store.compare_set(f"entered/{self._name}/{slot}", seen.stored, own).decode()
             except dist.DistError:
                 # Who serves the store may leave first. If anybody waits for it, the lost connection says so.
                 return None
-            first, rank, first_text = found.split(" ", 2)
-            seen = self._slots[slot] = _Entry(int(first), int(rank), first_text, found)
-        if seen.number != number or seen.text == text:
+            first, rank, texts = found.split(" ", 2)
+            seen = self._slots[slot] = _Entry(int(first), int(rank), *texts.split("\n", 1), found)
+        if seen.number != number or seen.compared == compared:
             return None
-        return seen.rank, seen.text
+        return seen.rank, seen.shown
 
     def _meet(self, call: Call) -> None:
         """Return when all members have entered ``call``."""
@@ -180,7 +180,7 @@ class GroupCalls:
         return self._watch.error_of_lost_connection(call, error)
 
 
-class naming:  # noqa: N801  # a context manager that is read like a function
+class naming:  # a context manager that is read like a function
     """Inside, errors say of collectives what their ``purpose`` is, such as the name of a parameter.
 
     It is compared between ranks, unless ``is_compared`` is False because it may differ.
@@ -205,7 +205,8 @@ class _Entry(NamedTuple):
 
     number: int
     rank: int
-    text: str
+    compared: str
+    shown: str
     stored: str
 
 

@@ -169,9 +169,7 @@ class CallWatch:
     def _tell(self, ended: str | None = None) -> None:
         # Waiting first: a call that is entered meanwhile is then in ``entered``, and nobody seems to miss it.
         waiting = None if self._waiting is None else self._waiting[0]
-        state = RankState(
-            beat=self._beat, entered=dict(self.entered), last=self.last, waiting=waiting, ended=ended
-        )
+        state = RankState(beat=self._beat, entered=dict(self.entered), last=self.last, waiting=waiting, ended=ended)
         self._store.set(f"state/{self.rank}", state.to_json())
 
     def _learn(self, failure: str) -> None:
@@ -189,7 +187,9 @@ class CallWatch:
         missing = missing_ranks(call, states)
         for rank in missing:
             if states[rank].ended is not None:
-                self.fail(f"Rank {rank} has ended{_because(states[rank])}, and rank {self.rank} waits for it in {call}.")
+                self.fail(
+                    f"Rank {rank} has ended{_because(states[rank])}, and rank {self.rank} waits for it in {call}."
+                )
                 return
         ring = ring_of_waits(self.rank, states)
         if ring and self._is_confirmed(ring, states):

@@ -61,7 +61,7 @@ def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
 
 
 def ring_of_waits(start: int, states: Mapping[int, RankState]) -> list[int]:
-    """Return ranks that wait for each other, each for the next and the last for the first; empty if ``start`` waits for no such ring.
+    """Return ranks that wait for each other, each for the next, the last for the first; empty if ``start`` waits for no ring.
 
     A rank waits for the members that have not entered the call that it is in. Of these, one that itself is in a call comes
     no sooner than that call ends.

@@ -282,7 +282,7 @@ class SumOfParts:
 
 
 class PartOfSum:
-    """The :class:`Work` of a reduce-scatter that sums all ranks' tensors and copies ``part`` of that to ``output`` in :meth:`wait`."""
+    """The :class:`Work` of a reduce-scatter: it sums whole tensors and copies ``part`` of the sum to ``output`` in :meth:`wait`."""
 
     def __init__(self, work: Work, part: torch.Tensor, output: torch.Tensor) -> None:
         self._work = work

@@ -19,8 +19,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
-from bmt_core.comm.call_check import naming
 from bmt_core.comm.autograd import AllGather, gather_stacked
+from bmt_core.comm.call_check import naming
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum

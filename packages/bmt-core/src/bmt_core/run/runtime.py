@@ -311,9 +311,7 @@ def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
         return store
     serves = launch.rank == 0 and not _launcher_serves_store()
     try:
-        return dist.TCPStore(
-            host, port, launch.world_size, serves, patience, wait_for_workers=False, multi_tenant=True
-        )
+        return dist.TCPStore(host, port, launch.world_size, serves, patience, wait_for_workers=False, multi_tenant=True)
     except dist.DistNetworkError as error:
         if serves:
             raise

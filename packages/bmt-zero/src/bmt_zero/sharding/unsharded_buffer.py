@@ -14,11 +14,13 @@ it again. The backward of such a call, which runs on all ranks or on none, finds
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum, auto
 
 import torch
 
 from bmt_core.comm.call_check import naming
+from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import named_in_trace, storage_key
 from bmt_zero.sharding.gathered_memory import gathered_memory
@@ -144,7 +146,8 @@ class UnshardedBuffer:
         """Give the memory back for good; views that still live keep it."""
         if self.state is not BufferState.FREED and not self._group.is_replicated:
             gathered_memory.change(-self._group.full_bytes)
-            self.wait()
+            with suppress(CallError):  # the run has failed, as every call says
+                self.wait()
             self._lane.after(self._lane.here())  # whoever reads it still has until then: see free_unless_held()
             self.state = BufferState.FREED
 
