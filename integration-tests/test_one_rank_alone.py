@@ -35,7 +35,7 @@ def train(model: nn.Module) -> None:
 
 def alone(action: Callable[[nn.Module], object]) -> str:
     """Return what a rank raises when rank 0 does ``action`` where the others train."""
-    runtime.init_distributed(device="cpu", timeout=60)
+    runtime.init_distributed(device="cpu", timeout=300)
     model = bmt.BMTrainModelWrapper(Model())
     train(model)
     try:
