@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,11 @@ class CallCheck:
         self.rank = rank
         self.timeout = timeout
         self.first_calls: float = float("inf") if always else FIRST_CALLS
-        self.store = dist.PrefixStore("calls", store)
-        # A store answers one thread at a time.
-        self.watch = CallWatch(self.store.clone(), rank=rank, world_size=world_size, serves_store=serves_store)
+        self.store: Any = dist.PrefixStore("calls", store)
+        # A store answers one thread at a time. Torch's stubs lack clone().
+        self.watch = CallWatch(
+            cast(Any, self.store).clone(), rank=rank, world_size=world_size, serves_store=serves_store
+        )
 
     def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
         """Return the calls of the group ``name``, whose members are ``ranks``."""
@@ -149,7 +151,8 @@ class GroupCalls:
                 # Who serves the store may leave first. If anybody waits for it, the lost connection says so.
                 return None
             first, rank, texts = found.split(" ", 2)
-            seen = self._slots[slot] = _Entry(int(first), int(rank), *texts.split("\n", 1), found)
+            first_compared, first_shown = texts.split("\n", 1)
+            seen = self._slots[slot] = _Entry(int(first), int(rank), first_compared, first_shown, found)
         if seen.number != number or seen.compared == compared:
             return None
         return seen.rank, seen.shown
