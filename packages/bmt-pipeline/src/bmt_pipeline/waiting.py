@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from bmt_core.errors import RemoteError
+from bmt_core.errors import CallError, RemoteError
 from bmt_core.run.runtime import current
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 
@@ -15,9 +15,9 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
     """Turn an error of the communication engine into one that names ``stages``, and ``what`` they were to do."""
     try:
         yield
-    except RemoteError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, RemoteError) and not isinstance(error, CallError):  # a stage has said what failed
+            raise
         run, ranks = current(), pipeline_group().ranks
         names = " and ".join(f"stage {stage} (rank {ranks[stage]})" for stage in stages)
         raise RemoteError(

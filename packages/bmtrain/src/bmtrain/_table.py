@@ -43,7 +43,7 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from(
             "bmt_core",
             """
-            BlockUse BmtError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
+            BlockUse BmtError CallError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
             Locality MeshAxis ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
             init_parameters is_initialized latest load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
             wait_for_saves whole_parameters world_size
