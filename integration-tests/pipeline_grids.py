@@ -40,6 +40,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--stages", default="1,2,4")
     parser.add_argument("--tp", default="1,2")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds for a case; 8 ranks need cores to keep to 60"
+    )
     options = parser.parse_args()
     grids = itertools.product(*(map(int, sizes.split(",")) for sizes in (options.stages, options.tp)))
     cases = [
@@ -63,7 +66,9 @@ def main() -> int:
         )
         with tempfile.TemporaryDirectory() as folder:
             try:
-                messages = differences(draw(seed, tp, pipeline=pipeline), options.ranks, folder)
+                messages = differences(
+                    draw(seed, tp, pipeline=pipeline), options.ranks, folder, timeout=options.timeout
+                )
             except Exception as error:  # of a rank: the next case may do better
                 messages = [str(error)]
         if messages:

@@ -58,9 +58,7 @@ class Plain(nn.Module):
 class Piped(PipelineModel):
     """The same, with its layers divided over stages."""
 
-    def __init__(
-        self, layers: int, level: int, use_checkpoint: bool, *, compile: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, layers: int, level: int, use_checkpoint: bool, *, compile: bool = False, **options: Any) -> None:
         super().__init__()
         plain = Plain(layers).double()
         self.embedding = DistributedParameter(plain.embedding.data)

@@ -26,10 +26,11 @@ def differences(
     device: str = "cpu",
     run: Callable[..., Record] = run_sharded,
     *arguments: Any,
+    timeout: float = 60.0,
 ) -> list[str]:
     """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
 
-    ``folder`` is for checkpoints. ``run(plan, folder, *arguments)`` is what ranks do.
+    ``folder`` is for checkpoints. ``run(plan, folder, *arguments)`` is what ranks do, in ``timeout`` seconds at most.
     """
     expected = dict(Training(plan, world_size).run().values)
     # Norms, and so what is clipped, are float32 for any parameters.
@@ -43,7 +44,7 @@ def differences(
     }
     messages = []
     seen: set[str] = set()
-    for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init)):
+    for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init, timeout=timeout)):
         found = dict(record.values)
         seen.update(found)
         # A stage of a pipeline has its own layers.

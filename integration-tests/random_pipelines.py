@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 from parallel_parts import parallelize
 from random_models import Model
 from random_plans import Plan, StepPlan
-from random_trainings import Interrupt, ShardedTraining
+from random_trainings import ShardedTraining
 from torch import nn
 
 from bmt_core.errors import RemoteError
