@@ -162,8 +162,10 @@ def test_a_rank_that_is_gone_or_stops_is_named(how: str, schedule: str | None, w
 def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
     act: Callable[..., Any], schedule: str | None, where: str, told: str
 ) -> None:
-    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30 if act is leave else 8}
-    outcomes = rank_pool(4).outcomes(run, schedule, where, 1, 1, act, init=init, timeout=100, grace=20.0)
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30 if act is leave else 12}
+    outcomes = rank_pool(4).outcomes(
+        run, schedule, where, 1, 1, act, init=init, timeout=100, grace=5.0 if act is stop else 20.0
+    )
     failed = outcomes[2]
     assert failed.error_type == {interrupt: "Interrupt", leave: "Died", stop: "Hung"}[act]
     for rank in (0, 1, 3):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_trainings import Record, compare, expected, listed, on_grid, scheduled
+from pipeline_trainings import Record, compare, expected, on_grid, scheduled
 
 LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,22 +29,16 @@ def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, grid: str, mic
         compare(record, wanted)
 
 
-def compiled() -> list[Record]:
+def compiled() -> Record:
     """Train with compiled layers, which are traced and differentiated as usual and run as they are."""
     compile = torch.compile
     torch.compile = functools.partial(compile, backend="aot_eager")  # type: ignore[assignment]
     try:
-        return [
-            scheduled(4, 3, True, "1f1b", 4, compile=True),
-            scheduled(4, 2, False, "zero-bubble", 4, compile=True),
-            listed(4, 3, False, compile=True),
-        ]
+        return scheduled(2, 3, True, "zero-bubble", 4, compile=True)
     finally:
         torch.compile = compile
 
 
 def test_compiled_layers_train_as_plain_torch() -> None:
-    wanted = expected(4)
-    for records in on_grid("pp 2", compiled, micro_batches=4):  # type: ignore[arg-type]
-        for record in records:
-            compare(record, wanted)  # type: ignore[arg-type]
+    for record in on_grid("pp 2", compiled, timeout=120):
+        compare(record, expected(2))
