@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -45,9 +46,8 @@ class ModelOrder:
                 f"Ranks {self._owners.ranks} would initialise a model with different random numbers. Seed torch alike on all of"
                 " them, torch.manual_seed(0), say, or draw what differs between ranks from a generator of its own."
             )
-        names = list(self._holders)
-        for name, following in zip(names, [*names[1:], None], strict=True):
-            holders = self._holders[name]
+        after = dict(pairwise(self._holders))
+        for name, holders in self._holders.items():
             if holders[self._owners.rank] and failure is None:
                 try:
                     initialize(name)
@@ -55,7 +55,7 @@ class ModelOrder:
                     failure = error
             if all(holders):
                 self._compare(name, failure)
-            elif following is None or self._holders[following] != holders:
+            elif name not in after or self._holders[after[name]] != holders:
                 self._hand_over(holders.index(True), failure)
 
     def _compare(self, name: str, failure: Exception | None) -> None:
