@@ -41,7 +41,7 @@ class ModelOrder:
         random numbers before, or would go on with different ones, because what all ranks have draws more on some of them.
         """
         failure: Exception | None = None
-        if not self._draw_alike():
+        if self._holders and not self._draw_alike():
             raise ConfigError(
                 f"Ranks {self._owners.ranks} would initialise a model with different random numbers. Seed torch alike on all of"
                 " them, torch.manual_seed(0), say, or draw what differs between ranks from a generator of its own."
