@@ -28,7 +28,7 @@ from bmt_kernels import CpuKernels, binaries
 
 (entry,) = entry_points(group="bmt", name="bmt-kernels")
 kernels = choose_kernels({"cpu": CpuKernels}, torch.device("cpu"))
-assert kernels.provider_name == "cpu", CpuKernels().available()
+assert kernels.name == "cpu", CpuKernels().available()
 half = torch.empty(100, dtype=torch.bfloat16)
 bmt_kernels.cast([torch.ones(100)], [half])
 assert half.eq(1).all() and kernels.powers_sum([half], 2.0, [1.0], half.device) == 100

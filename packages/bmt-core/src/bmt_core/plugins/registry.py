@@ -120,6 +120,10 @@ class Registry:
         names = {kind: [name for name, owner in self._ask(kind).owners.items() if owner == plugin] for kind in KINDS}
         return {kind: sorted(offered) for kind, offered in names.items() if offered}
 
+    def owners(self, kind: str) -> Mapping[str, str]:
+        """Return the plugin of each correct offer of ``kind``, by the name of the offer."""
+        return self._ask(kind).owners
+
     def working(self, kind: str) -> Mapping[str, Any]:
         """Return the correct offers of ``kind`` by name, even if others are wrong."""
         return self._ask(kind).offers
