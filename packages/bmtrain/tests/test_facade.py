@@ -113,7 +113,7 @@ except ModuleNotFoundError as error:
             "pipe_layer.PipelineTransformerBlockList",
             "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline, which is not installed. "
             'Install it with: pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core '
-            "./packages/bmt-pipeline\n",
+            "./packages/bmt-zero ./packages/bmt-pipeline\n",
         ),
     ],
 )
