@@ -13,12 +13,12 @@ def tensorboard(folder: Path, first_step: int) -> Callback:
     """Return a callback that writes for TensorBoard; what an earlier run wrote for steps after ``first_step`` is dropped."""
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)  # type: ignore[no-untyped-call]
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
-        writer.flush()  # type: ignore[no-untyped-call]
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
     return write
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ print(bmt_kernels.__file__, binaries.problem("_cuda"))
 """
 
 
-def run(*command: str, cwd: Path, expected: int = 0, **environment: str) -> str:
+def run(*command: str, cwd: Path, expected: int = 0, environment: Mapping[str, str] = MappingProxyType({})) -> str:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SKBUILD_", "BMT_CUDA"))}
     result = subprocess.run(
         command, cwd=cwd, env={**inherited, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -77,7 +79,7 @@ def test_source_archive_is_the_tree_and_builds_with_the_cmake_of_the_machine(tmp
     said = run(
         *(on_this_machine("cmake"), "-S", str(directory), "-B", "built", "-G", "Ninja", *definitions),
         cwd=tmp_path,
-        BMT_CUDA_ARCHITECTURES="90",
+        environment={"BMT_CUDA_ARCHITECTURES": "90"},
     )
     if shutil.which("nvcc") is None:
         assert "bmt-kernels: the CUDA module is left out: no nvcc is found on PATH" in said
@@ -95,12 +97,13 @@ def test_nvcc_that_does_not_work_leaves_the_cuda_module_out_with_one_line(tmp_pa
         f'include({PACKAGE}/cmake/cuda.cmake)\nmessage(STATUS "told: ${{bmt_without_cuda}}")\n'
     )
     cmake = (sys.executable, "-m", "cmake", "-S", ".", "-B", "built")
+    broken = {"CUDACXX": str(nvcc)}
     why = f"{nvcc} cannot compile a program with the C++ compiler "
-    said = run(*cmake, "-DBMT_CUDA=AUTO", cwd=tmp_path, CUDACXX=str(nvcc))
+    said = run(*cmake, "-DBMT_CUDA=AUTO", cwd=tmp_path, environment=broken)
     assert said.count(f"bmt-kernels: the CUDA module is left out: {why}") == 1 and f"told: {why}" in said
-    said = run(*cmake, "-DBMT_CUDA=OFF", cwd=tmp_path, CUDACXX=str(nvcc))
+    said = run(*cmake, "-DBMT_CUDA=OFF", cwd=tmp_path, environment=broken)
     assert "bmt-kernels: the CUDA module is left out: BMT_CUDA=OFF" in said
-    said = run(*cmake, "-DBMT_CUDA=ON", cwd=tmp_path, expected=1, CUDACXX=str(nvcc))
+    said = run(*cmake, "-DBMT_CUDA=ON", cwd=tmp_path, expected=1, environment=broken)
     assert f"BMT_CUDA=ON, and the CUDA module cannot be built: {why}" in " ".join(said.split())
 
 
@@ -109,7 +112,7 @@ def test_wheel_installs_and_works(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     offline = ("--no-index", "--no-deps")
     kept = {name: value for name, value in dev.environment().items() if name.startswith(("SKBUILD_", "BMT_CUDA"))}
-    run(*pip, "wheel", "--no-build-isolation", *offline, str(PACKAGE), cwd=tmp_path, **kept)
+    run(*pip, "wheel", "--no-build-isolation", *offline, str(PACKAGE), cwd=tmp_path, environment=kept)
     (wheel,) = tmp_path.glob("bmt_kernels-*.whl")
     with zipfile.ZipFile(wheel) as files:
         inside = files.namelist()
@@ -123,9 +126,8 @@ def test_wheel_installs_and_works(tmp_path: Path) -> None:
     run(*pip, "install", *offline, "--target", str(site), str(wheel), cwd=tmp_path)
     # -S: without the finders of editable installs, which would put the tree in front of the wheel.
     paths = [site, Path(bmt_core.__file__).parents[1], Path(torch.__file__).parents[1]]
-    said = run(
-        sys.executable, "-S", "-c", TRY_IT, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, paths)), BMT_KERNELS=""
-    )
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "BMT_KERNELS": ""}
+    said = run(sys.executable, "-S", "-c", TRY_IT, cwd=tmp_path, environment=environment)
     assert said.startswith(str(site)), said
     assert said.endswith("None\n") or "was built without bmt_kernels._cuda: " in said, said
 
