@@ -10,6 +10,7 @@ import torch
 from bmt_core.errors import ConfigError, unknown_name
 from bmt_core.ops.provider import KernelProvider
 from bmt_core.ops.table import REFERENCE, REFERENCE_NAME, Kernels
+from bmt_core.packages import install_hint
 
 VARIABLE = "BMT_KERNELS"
 
@@ -61,7 +62,8 @@ def _named(providers: Providers, device: torch.device, names: Sequence[str], set
                 f"{setting}: {REFERENCE_NAME!r} stands alone, to turn all kernels off. What no provider has comes from it anyway."
             )
         if name not in providers:
-            raise ConfigError(f"{setting}: {unknown_name('kernel provider', name, [*providers, REFERENCE_NAME])}")
+            known = [*providers, REFERENCE_NAME]
+            raise ConfigError(f"{setting}: {unknown_name('kernel provider', name, known)}{install_hint(name)}")
     fitting = [providers[name]() for name in dict.fromkeys(names) if providers[name].device_type == device.type]
     if not fitting:
         kinds = " and ".join(sorted({providers[name].device_type for name in names}))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pluggy
 
 from bmt_core.errors import BmtError, PluginError, unknown_name
+from bmt_core.packages import install_hint
 from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import (
     DISABLE_VARIABLE,
@@ -94,7 +95,7 @@ class Registry:
         """
         offers = self._offers(kind)
         if name not in offers:
-            raise PluginError(unknown_name(kind, name, offers))
+            raise PluginError(unknown_name(kind, name, offers) + install_hint(name))
         return offers[name]
 
     def mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
