@@ -127,11 +127,8 @@ def environment() -> dict[str, str]:
 
 
 def oldest_versions(packages: Iterable[Path]) -> list[str]:
-    """Return a pip constraint for the lowest version that each ``name>=version`` of ``packages`` allows.
-
-    Not for torch, of which there is one version to test with, and only for what packages build and run with.
-    """
-    lowest = set()
+    """Return a pip constraint for the lowest version that each ``name>=version`` of ``packages`` allows; torch stays as pinned."""
+    lowest = {line for line in dev.REQUIREMENTS.read_text().splitlines() if line.startswith("torch==")}
     for package in packages:
         settings = tomllib.loads((package / "pyproject.toml").read_text())
         for requirement in [*settings["build-system"]["requires"], *settings["project"]["dependencies"]]:
