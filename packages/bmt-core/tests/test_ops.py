@@ -119,23 +119,23 @@ def test_usable_providers_of_the_device_are_chosen(monkeypatch: pytest.MonkeyPat
 
 
 class Wide(Fast):
-    name = "wide"
+    name = "all"
     priority = -1
 
     def zero_if_(self, tensors: Any, flag: Any) -> None:
         reference.zero_if_(tensors, flag)
 
 
-STACK: dict[str, type[KernelProvider]] = {"wide": Wide, "other": Other, "fast": Fast, "on_cuda": OnCuda}
+STACK: dict[str, type[KernelProvider]] = {"all": Wide, "other": Other, "fast": Fast, "on_cuda": OnCuda}
 
 
 @pytest.mark.parametrize(
     ("names", "scale", "zero_if", "name"),
     [
-        ("", "fast", "wide", "fast + wide"),  # by priority, then by name; "other" has nothing left to do
-        ("wide", "wide", "wide", "wide"),
-        ("other, wide", "other", "wide", "other + wide"),
-        ("wide,other", "wide", "wide", "wide"),
+        ("", "fast", "all", "fast + all"),  # by priority, then by name; "other" has nothing left to do
+        ("all", "all", "all", "all"),
+        ("other, all", "other", "all", "other + all"),
+        ("all,other", "all", "all", "all"),
         ("on_cuda,other", "other", None, "other"),
         ("reference", None, None, "reference"),
     ],
@@ -156,7 +156,7 @@ def test_each_operation_comes_from_the_first_provider_that_has_it(
 
 @pytest.mark.parametrize(
     ("names", "expected"),
-    [("", "fast + wide"), ("on_cuda", "fast + wide"), ("on_cuda,other", "other"), ("reference", "reference")],
+    [("", "fast + all"), ("on_cuda", "fast + all"), ("on_cuda,other", "other"), ("reference", "reference")],
 )
 def test_kernels_on_the_host_follow_names_for_the_host(
     monkeypatch: pytest.MonkeyPatch, names: str, expected: str
