@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -108,9 +109,19 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The factor that losses are multiplied by; 1 without loss scaling."""
+        """The factor that losses are multiplied by; 1 without loss scaling.
+
+        May be assigned between steps, on every rank; None turns loss scaling off.
+        """
         self.read_outcome()
         return 1 if self._scale.value is None else self._scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float | None) -> None:
+        # What the property said without loss scaling, given back, must not turn it on.
+        if value != 1 or self.loss_scale_enabled:
+            self.read_outcome()
+            self._scale = replace(self._scale, value=value)
 
     @property
     def loss_scale_enabled(self) -> bool:
@@ -138,8 +149,9 @@ class OptimManager:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
-        in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
-        whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
+        in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
+        ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the loss scale changes. One that
+        needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
         """
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
@@ -151,7 +163,7 @@ class OptimManager:
         self.lr_schedulers.append(lr_scheduler)
 
     def zero_grad(self) -> None:
-        """Clear the gradients of all optimizers."""
+        """Clear the gradients of all optimizers: they become None, as in torch. BMTrain filled them with zeros."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._plain.forget()
@@ -210,7 +222,7 @@ class OptimManager:
             self._refuse()
         else:
             self._step_all(None)
-            self._scale.after_step()
+            self._change_scale(self._scale.after_step)
 
     def read_outcome(self) -> None:
         """Learn whether the last step was skipped, and do on the host what follows: see [Note: who reads the overflow flag]."""
@@ -221,7 +233,7 @@ class OptimManager:
             optimizer.read_outcome()
         skipped, schedulers = outcome
         if not skipped.read():
-            self._scale.after_step()
+            self._change_scale(self._scale.after_step)
             return
         for scheduler, num_iter in schedulers:
             scheduler.step(num_iter)
@@ -343,6 +355,15 @@ class OptimManager:
             if scheduler is not None:
                 scheduler.step()
 
+    def _change_scale(self, change: Callable[[], None]) -> None:
+        """Call ``change``, and tell the optimizers that want to know if it has changed the scale."""
+        before = self._scale.value
+        change()
+        if before != self._scale.value:
+            for optimizer in self.optimizers:
+                if hasattr(optimizer, "_on_justify_scale"):
+                    optimizer._on_justify_scale(before, self._scale.value)
+
     def _refuse(self) -> None:
         """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` says so."""
         if not self.loss_scale_enabled and self.non_finite == "raise":
@@ -355,7 +376,7 @@ class OptimManager:
     def _report_skip(self) -> None:
         self.skipped_steps += 1
         before = self._scale.value
-        self._scale.after_overflow()
+        self._change_scale(self._scale.after_overflow)
         if rank() != 0:
             return
         if before != self._scale.value:

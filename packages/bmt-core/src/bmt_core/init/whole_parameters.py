@@ -193,7 +193,7 @@ def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Te
     buffer = torch.empty_like(everything[: min(2**24, max(2**8, len(everything) // 16))])
     for piece in torch.split(everything, len(buffer)):
         summed = buffer[: len(piece)].copy_(piece)
-        parameter.group.all_reduce(summed).wait()
+        parameter.shard_group.all_reduce(summed).wait()
         piece.copy_(summed)
 
 

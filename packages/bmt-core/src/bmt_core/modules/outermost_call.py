@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from bmt_core.errors import ConfigError
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.random_numbers import rank_random
@@ -28,6 +29,7 @@ class _OutermostCall(threading.local):
     def __init__(self) -> None:  # not attributes of the class, which torch 2.11's compiler takes for constants
         self.depth = 0
         self.reads_parts = False
+        self.is_refused = False
         self.gathered: dict[tuple[int, bool, bool], _Gathered] = {}
 
 
@@ -40,6 +42,10 @@ def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> 
 
     The code draws the rank's own random numbers, unless ``own_random`` is False.
     """
+    if _call.is_refused:
+        raise ConfigError(
+            "A module was called inside whole_parameters(), where parameters may be read and written only. Call it after."
+        )
     if _call.depth > 0 or not is_initialized():
         yield
         return
@@ -67,6 +73,21 @@ def reading_parts() -> Iterator[None]:
         yield
     finally:
         _call.reads_parts = before
+
+
+@contextmanager
+def refusing_calls() -> Iterator[None]:
+    """Inside, calling a module of bmt raises :class:`ConfigError`."""
+    before, _call.is_refused = _call.is_refused, True
+    try:
+        yield
+    finally:
+        _call.is_refused = before
+
+
+def is_call_under_way() -> bool:
+    """Whether the forward of a module of bmt runs, in which parameters are whole."""
+    return _call.depth > 0
 
 
 def is_gathered(tensor: torch.Tensor) -> bool:
