@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,18 +12,23 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from callbacks import Callback
+
 
 class Report:
     """Writes ``metrics.jsonl`` and ``loss.png`` into ``folder`` and shows progress: a bar on a terminal, else plain lines.
 
     Made on every rank, it does something only where ``active``. Records of steps after ``first_step``, from a run that got
-    further before it stopped, are dropped.
+    further before it stopped, are dropped. ``callbacks`` are called with what each further record of a step holds.
     """
 
-    def __init__(self, folder: Path, *, first_step: int, steps: int, active: bool) -> None:
+    def __init__(
+        self, folder: Path, *, first_step: int, steps: int, active: bool, callbacks: Sequence[Callback] = ()
+    ) -> None:
         self._folder = folder
         self._steps = steps
         self._active = active
+        self._callbacks = callbacks
         self._records: list[dict[str, Any]] = []
         self._progress: Progress | None = None
         if not active:
@@ -90,6 +96,9 @@ class Report:
         self._records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        step, measured = int(values.pop("step")), {name: float(value) for name, value in values.items()}
+        for callback in self._callbacks:
+            callback(step, measured)
 
     def _draw(self) -> None:
         try:

@@ -137,7 +137,8 @@ FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.
 INSTALL_HINTS = {
     "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
     "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
-    "bmt_pipeline": 'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-pipeline',
+    "bmt_pipeline": 'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero'
+    " ./packages/bmt-pipeline",
     "bmt_tp": 'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
     "bmt_zero": 'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
 }

@@ -104,7 +104,7 @@ class Runtime:
         plugins = ", ".join(info.name for info in self.registry.describe())
         return (
             f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}) on {self.device.type},"
-            f" backend {self.backend.name}, kernels {self.kernels.provider_name}, plugins {plugins}"
+            f" backend {self.backend.name}, kernels {self.kernels.name}, plugins {plugins}"
         )
 
 
