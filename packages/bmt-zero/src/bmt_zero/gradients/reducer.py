@@ -245,7 +245,7 @@ class GradientReducer:
         if division.before != 1:
             full *= division.before
         if not self._purpose:
-            self._purpose = f"for gradients of {self._name} ({self._group.labels})"
+            self._purpose = f"for gradients of {self._group.labels}"
         with naming(self._purpose):
             if self._group.is_replicated:
                 return self._ranks.all_reduce(full, division.op)

@@ -86,7 +86,7 @@ class UnshardedBuffer:
             self._lane.after(self._read_until)
             self._read_until = None
         if not self._purpose:
-            self._purpose = f"for {name} ({self._group.labels})"
+            self._purpose = f"for {self._group.labels}"
         with naming(self._purpose), named_in_trace(f"gather {name}"):
             self._arrival = self._lane.run(lambda: self._group.ranks.all_gather(self._writer, self._group.shard))
         self.state = BufferState.IN_FLIGHT
