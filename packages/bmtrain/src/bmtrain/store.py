@@ -9,7 +9,7 @@ from torch import nn
 
 from bmt_core.checkpoint import load, save
 from bmt_core.checkpoint.format import TensorEntry
-from bmt_core.checkpoint.model_state import ModelState, world_group
+from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
@@ -25,7 +25,7 @@ def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, 
     """
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group = world_group()
-    state = ModelState(model, "_save_to_rank0")
+    state = WholeState(lambda: LocalState.of_model(model), "_save_to_rank0")
     with collective_section(group, "_save_to_rank0"):
         by_name = dict(state.tensors(keep=group.rank == 0))
     if group.rank == 0:

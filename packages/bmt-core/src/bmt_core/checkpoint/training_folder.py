@@ -1,4 +1,4 @@
-"""The directory of a training's checkpoints: ``step-N``, each with ``model.pt`` and ``training.pt``, and the file ``latest``.
+"""The directory of a training's checkpoints: ``step-N``, each with ``model`` and ``training.pt``, and the file ``latest``.
 
 All functions are for one rank, and communicate nothing.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 from bmt_core.checkpoint.atomic import cannot_write, previous_of, publish_directory, replacing
+from bmt_core.checkpoint.directory_reader import INDEX_FILE, INDEX_SUFFIX
 from bmt_core.checkpoint.manager_state import LOGICAL, NONE, PER_RANK
 from bmt_core.checkpoint.torch_file import archive_checksum, read_torch_file
 from bmt_core.errors import CheckpointError
 
-MODEL, TRAINING = "model.pt", "training.pt"
-HEAD = ("step", "extra", "world_size", "random", "optimizer")
+MODEL, TRAINING = "model", "training.pt"
+HEAD = ("step", "extra", "world_size", "random", "places", "optimizer")
 """The entries of ``training.pt`` that all ranks get."""
 _LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{1,40})")
@@ -49,26 +51,33 @@ def read_training(folder: Path) -> dict[str, Any]:
     """Return what ``training.pt`` holds."""
     path = folder / TRAINING
     training = read_torch_file(path)
-    if not isinstance(training, dict) or not {*HEAD, "optimizer_state"} <= training.keys():
+    if not isinstance(training, dict) or not {*HEAD, "optimizer_state", "files"} <= training.keys():
         raise CheckpointError(f"{path} was not written by save_checkpoint().")
     fits = {
         "step": isinstance(training["step"], int),
         "world_size": isinstance(training["world_size"], int),
         "optimizer": isinstance(kind := training["optimizer"], str) and kind in (NONE, LOGICAL, PER_RANK),
         "optimizer_state": (training["optimizer_state"] is None) == (kind != LOGICAL),
-        "files": isinstance(training.setdefault("files", {}), dict),  # which older checkpoints lack
+        "files": isinstance(training["files"], dict),
     }
     wrong = [f"{name} = {str(training[name])[:40]!r}" for name, is_right in fits.items() if not is_right]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)}. Use another checkpoint.")
     for name, checksum in training["files"].items():
-        found = archive_checksum(folder / str(name))
+        found = file_checksum(folder / str(name))
         if found not in (None, checksum):  # None: no such file, or no archive, which reading it will say
             raise CheckpointError(
                 f"{folder / name} is not the file that was saved with {path.name}: it comes from another checkpoint."
                 " Copy the whole directory again."
             )
     return training
+
+
+def file_checksum(path: Path) -> str | None:
+    """Return a checksum of an index of safetensors, or of what a file of ``torch.save`` holds; None if it is neither."""
+    if not path.name.endswith(INDEX_SUFFIX):
+        return archive_checksum(path)
+    return f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else None
 
 
 def make_empty(folder: Path) -> None:
@@ -135,7 +144,9 @@ def _named_by_latest(folder: Path) -> Path | None:
 def _complete(folder: Path) -> Path | None:
     # The second exists if the program died in publish_directory.
     candidates = (folder, previous_of(folder))
-    return next((path for path in candidates if (path / TRAINING).is_file() and (path / MODEL).is_file()), None)
+    return next(
+        (path for path in candidates if (path / TRAINING).is_file() and (path / MODEL / INDEX_FILE).is_file()), None
+    )
 
 
 def _raise_incomplete(named: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from bmt_core.checkpoint import CheckpointReader, TensorEntry
 from bmt_core.checkpoint.atomic import replacing
 from bmt_core.checkpoint.choice import choose_format, open_checkpoint
 from bmt_core.checkpoint.format import ForeignEntry
+from bmt_core.checkpoint.manager_state import OPTIMIZER, rank_file
+from bmt_core.checkpoint.torch_file import read_torch_file
 from bmt_core.checkpoint.training_folder import MODEL, TRAINING, find_checkpoint, latest, read_training
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import CheckpointError
@@ -57,11 +59,18 @@ def inspect(path: Path) -> None:
 @click.argument("path", type=_PATH)
 def verify(path: Path) -> None:
     """Read all of PATH and compare its checksums. Exit status 1 if it is damaged."""
-    _training_of(path)
-    with closing(_open(path)) as reader:
-        reader.verify(0, 1)
-        for entry in _own_tensors(reader):
-            reader.read(entry.source)
+    training, folder = _training_of(path), _training_folder(path)
+    with ExitStack() as opened:
+        readers = [opened.enter_context(closing(_open(path)))]
+        if training is not None and folder is not None:
+            if (folder / OPTIMIZER).is_dir():
+                readers.append(opened.enter_context(closing(open_checkpoint(folder / OPTIMIZER))))
+            for file in sorted(folder.glob(rank_file("*"))):
+                read_torch_file(file)
+        for reader in readers:
+            reader.verify(0, 1)
+            for entry in _own_tensors(reader):
+                reader.read(entry.source)
     click.echo(f"{path} is whole.")
 
 

@@ -1,8 +1,8 @@
-"""``ModelState``: the state dict of a distributed model, as whole tensors that are gathered one at a time."""
+"""``WholeState``: the tensors that ranks hold parts of, of a model or of its optimizer, gathered one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
+from bmt_core.checkpoint.state_tensors import TensorPart
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
 from bmt_core.checkpoint.torch_format import memory_key
 from bmt_core.comm.collective_section import collective_section
@@ -22,33 +23,55 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
 
+Value = torch.Tensor | TensorPart
+
 
 class LocalState:
-    """This rank's part of a model's state dict. Communicates nothing; :class:`CheckpointError` if it cannot be stored."""
+    """What this rank holds of a model's state dict, or of the tensors in a manager's state. Communicates nothing."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, entries: dict[str, Any], metadata: Mapping[str, Any], values: Mapping[str, Value]) -> None:
+        self.entries = entries
+        self.metadata = dict(metadata)
+        self.values = values
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> LocalState:
+        """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored."""
         state = model.state_dict(keep_vars=True)  # with the parameters themselves, which are not gathered
         first_names: dict[Any, str] = {}
-        self.entries: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
-                self.entries[name] = value
+                entries[name] = value
                 continue
             _check_storable(name, value)
             source = first_names.setdefault(_tie_key(value), name)
-            self.entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
-        self.metadata: dict[str, Any] = getattr(state, "_metadata", {})
-        self.values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
+        values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return cls(entries, getattr(state, "_metadata", {}), values)
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[TensorPart]) -> LocalState:
+        """Return this rank's part of the tensors in a manager's state."""
+        values = {part.name: part for part in parts}
+        entries = {name: TensorEntry(shape=v.shape, dtype=v.dtype, source=name) for name, v in values.items()}
+        return cls(entries, {}, values)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What the values lie over the ranks like."""
+        return [_like(value) for value in self.values.values()]
 
     def report(self) -> Report:
         extra = {name: entry for name, entry in self.entries.items() if not isinstance(entry, TensorEntry)}
         tensors = {name: entry if isinstance(entry, TensorEntry) else None for name, entry in self.entries.items()}
-        own = {name: own_axes([v]) for name, v in self.values.items() if isinstance(v, DistributedParameter)}
+        like = {name: _like(value) for name, value in self.values.items()}
+        own = {name: own_axes([p]) for name, p in like.items() if isinstance(p, DistributedParameter)}
         return Report(tensors, to_bytes(extra), self.metadata, own)
 
 
 class Report(NamedTuple):
-    """What a rank tells the others about its part of the state dict."""
+    """What a rank tells the others about what it holds."""
 
     entries: dict[str, TensorEntry | None]  # None for a value in ``extra``
     extra: bytes  # values that are not tensors, by name, serialised
@@ -56,17 +79,17 @@ class Report(NamedTuple):
     own_axes: dict[str, frozenset[str]]  # of the distributed parameters
 
 
-class ModelState:
-    """The state dict of a whole model: ``index`` says what it holds, and :meth:`tensors` gathers its tensors.
+class WholeState:
+    """What all ranks together hold: ``index`` says what that is, and :meth:`tensors` gathers its tensors.
 
-    Ranks may hold different parts of the model, as pipeline stages do.
+    Ranks may hold different tensors, as pipeline stages do.
     """
 
-    def __init__(self, model: nn.Module, what: str) -> None:
-        """Make the index of ``model``. Collective. If one rank fails, all raise an error that says it happened in ``what``."""
+    def __init__(self, local_state: Callable[[], LocalState], what: str) -> None:
+        """Make the index. Collective. If ``local_state`` fails on a rank, all raise an error that says it happened in ``what``."""
         world = world_group()
         with collective_section(world, what):
-            local = LocalState(model)
+            local = local_state()
         self._values = local.values
         self._group, self._beside = _groups(local)
         reports = all_gather_object(local.report(), self._group)
@@ -156,6 +179,12 @@ class ModelState:
     def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
         """Return the whole tensor on ``rank`` of the world. Others return None, or their value of one that is not distributed."""
         value = self._values.get(name)
+        if isinstance(value, TensorPart):
+            part, parameter = value.value(), value.parameter
+            if not isinstance(parameter, DistributedParameter):
+                return part
+            whole = parameter.gather_on(rank, part.to(parameter.device))  # states may live on the host
+            return None if whole is None else whole.reshape(value.shape)
         return value.gather_on(rank) if isinstance(value, DistributedParameter) else value
 
     def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
@@ -175,11 +204,15 @@ class ModelState:
         return sent
 
 
+def _like(value: Value) -> torch.Tensor:
+    return value.parameter if isinstance(value, TensorPart) else value
+
+
 def _groups(local: LocalState) -> tuple[Group, Group]:
     """Return the ranks that together hold the whole model, and those that hold what this rank holds. Collective."""
     if not is_initialized():
         return SingleGroup(0), SingleGroup(0)
-    axes, topology = axes_of_owners(local.values.values()), current().topology
+    axes, topology = axes_of_owners(local.parameters), current().topology
     return topology.group(axes), topology.shard_group(axes)
 
 
