@@ -541,7 +541,7 @@ def test_train_py_under_torchrun_ends_with_the_line_that_tells_all(tmp_path: Pat
     assert steps == "12"
     assert float(first_loss) == pytest.approx(5.5, abs=0.2)
     assert float(last_loss) < float(first_loss) - 0.5
-    assert (Path(checkpoint) / "model.pt").is_file()
+    assert (Path(checkpoint) / "model" / "model.safetensors.index.json").is_file()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").read_text().startswith("def ")
     assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == GPT_KEYS
