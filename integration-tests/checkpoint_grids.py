@@ -43,7 +43,7 @@ def main() -> int:
 
 def compare(grids: Sequence[Grid], pairs: Sequence[tuple[Grid, Grid]], dtype: torch.dtype, seed: int) -> int:
     """Save on the first and load on the second grid of each pair; return the number of pairs that differ."""
-    failures, start = 0, time.monotonic()
+    failures, done, start = 0, 0, time.monotonic()
     with tempfile.TemporaryDirectory() as root:
         folders = {grid: Path(root) / str(number) for number, grid in enumerate(grids)}
         saved: dict[Grid, Record] = {
@@ -55,8 +55,10 @@ def compare(grids: Sequence[Grid], pairs: Sequence[tuple[Grid, Grid]], dtype: to
             for source, record in zip(sources, records, strict=True):
                 found = differences(record, saved[source], saved[loading], dtype)
                 failures += bool(found)
+                done += 1
                 if found:
                     print(f"{source} -> {loading}: {len(found)} differences", *found[:5], sep="\n  ", flush=True)
+            print(f"{done} pairs loaded, {failures} differ", flush=True)
     seconds = time.monotonic() - start
     print(
         f"seed {seed}, {dtype}: {len(pairs)} pairs of {len(saved)} grids, {failures} differ, {seconds:.0f} s",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,9 +13,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+SECONDS_BETWEEN_DRAWINGS = 15
+
 
 class Report:
     """Writes ``metrics.jsonl`` and ``loss.png`` into ``folder`` and shows progress: a bar on a terminal, else plain lines.
+
+    The curve is drawn again and again while training goes on.
 
     Made on every rank, it does something only where ``active``. Records of steps after ``first_step``, from a run that got
     further before it stopped, are dropped.
@@ -24,6 +30,7 @@ class Report:
         self._steps = steps
         self._active = active
         self._records: list[dict[str, Any]] = []
+        self._drawn_at = time.monotonic()
         self._progress: Progress | None = None
         if not active:
             return
@@ -90,6 +97,8 @@ class Report:
         self._records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        if time.monotonic() - self._drawn_at > SECONDS_BETWEEN_DRAWINGS and importlib.util.find_spec("matplotlib"):
+            self._draw()
 
     def _draw(self) -> None:
         try:
@@ -107,4 +116,6 @@ class Report:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-        figure.savefig(self._folder / "loss.png", dpi=120)
+        figure.savefig(self._folder / ".loss.png", dpi=120)
+        (self._folder / ".loss.png").replace(self._folder / "loss.png")  # whoever looks at it sees a whole picture
+        self._drawn_at = time.monotonic()

@@ -1,6 +1,7 @@
 """Checkpoints: models in files and directories that any number of ranks writes and reads, and the state of a training."""
 
 from bmt_core.checkpoint.background import wait_for_saves
+from bmt_core.checkpoint.dcp_format import DcpFormat
 from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry
 from bmt_core.checkpoint.loading import load
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
@@ -13,6 +14,7 @@ from bmt_core.checkpoint.training_folder import latest
 __all__ = [
     "CheckpointFormat",
     "CheckpointReader",
+    "DcpFormat",
     "Index",
     "SafetensorsFormat",
     "StoredTensor",

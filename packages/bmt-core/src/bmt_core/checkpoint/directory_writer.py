@@ -54,7 +54,7 @@ class DirectorySave:
     def copies(self) -> list[tuple[str, torch.Tensor]]:
         """Return copies in host memory of what this rank writes. Collective."""
         with collective_section(world_group(), self._what):
-            return list(self.tensors())
+            return self._state.snapshot_of_share(self._shares)
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]], group: Group) -> None:
         """Write ``tensors``, and replace the index when all ranks have. Collective over ``group``, which is all ranks.

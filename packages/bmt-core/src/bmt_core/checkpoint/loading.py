@@ -30,7 +30,8 @@ from bmt_core.run.runtime import current, is_initialized
 def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None) -> Any:
     """Read ``path``, written by any number of ranks in any grid, into ``model``. Collective.
 
-    ``path`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face. Every
+    ``path`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face or of
+    ``torch.distributed.checkpoint``. Every
     rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts of the model, as pipeline stages
     do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise rank 0, which alone needs
     access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are compared before

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bmt_core.checkpoint.atomic import replacing
+from bmt_core.checkpoint.atomic import replacing, replacing_directory
 from bmt_core.checkpoint.background import group_of_writers, start_save, wait_for_saves
-from bmt_core.checkpoint.choice import FormatChoice, choose_format
+from bmt_core.checkpoint.choice import FormatChoice, choose_directory_format, choose_format
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
@@ -31,9 +31,9 @@ def save(
     model writes: ``torch.load(path, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
     accepts it. A ``path`` that ends in ``.safetensors`` is written in that format. If ``path`` is a directory, or ends in a slash,
     every rank writes one safetensors file in it, and rank 0 the index that Hugging Face's ``from_pretrained`` reads; all ranks
-    must share that directory. Tied parameters are stored once. If ranks hold different parts of the model, as pipeline stages
-    do, the checkpoint has all parts. A tensor that is not distributed (a buffer or a plain parameter) is taken from the first
-    rank that has it.
+    must share that directory. A ``path`` that ends in ``.dcp`` is a directory for ``torch.distributed.checkpoint``. Tied
+    parameters are stored once. If ranks hold different parts of the model, as pipeline stages do, the checkpoint has all parts.
+    A tensor that is not distributed (a buffer or a plain parameter) is taken from the first rank that has it.
 
     One tensor is gathered at a time. Of a file, only rank 0 keeps them in host memory: all of them in the torch format, one in
     the safetensors format. The write is atomic: if the program dies at any moment, the previous checkpoint at ``path`` is still
@@ -51,7 +51,9 @@ def save(
         is_directory = str(path).endswith("/") or target.is_dir()
     is_directory = broadcast_object(is_directory, group)
     with collective_section(group, what):
-        chosen = choose_format(target / "model.safetensors" if is_directory else target, format)
+        chosen = choose_directory_format(target) if format is None else None
+        chosen = chosen or choose_format(target / "model.safetensors" if is_directory else target, format)
+        is_directory = is_directory and not chosen.is_directory
         if is_directory and not isinstance(chosen, SafetensorsFormat):
             raise CheckpointError(
                 f"{target} is a directory, which holds safetensors. For the format {chosen.name!r}, name a file."
@@ -70,9 +72,9 @@ def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFor
         try:
             if group.rank == 0 and non_blocking:
                 copies = list(tensors)
-                start_save(what, lambda: _write_file(target, chosen, index, copies))
+                start_save(what, lambda: write_checkpoint(target, chosen, index, copies))
             elif group.rank == 0:
-                _write_file(target, chosen, index, tensors)
+                write_checkpoint(target, chosen, index, tensors)
         finally:
             # Gathers are collective: other ranks than 0, and a rank 0 whose disk is full, make them all too.
             deque(tensors, maxlen=0)
@@ -87,9 +89,9 @@ def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bo
         save.write(save.tensors(), world_group())
 
 
-def _write_file(
+def write_checkpoint(
     target: Path, chosen: CheckpointFormat, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write a file on this rank, atomically."""
-    with replacing(target) as temporary:
+    """Write a file, or the directory that the format makes of it, on this rank, atomically."""
+    with replacing_directory(target) if chosen.is_directory else replacing(target) as temporary:
         chosen.write(temporary, index, tensors)

@@ -142,9 +142,19 @@ class WholeState:
 
         One tensor of each share is gathered, then all ranks yield theirs, so that they can write at the same time.
         """
+        return self._copies(*self._rounds(shares))
+
+    def snapshot_of_share(self, shares: Sequence[Sequence[str]]) -> list[tuple[str, torch.Tensor]]:
+        """Return what :meth:`tensors_of_share` yields, in memory of its own: pinned, if the tensors are on a GPU. Collective."""
+        copies = list(self._copies(*self._rounds(shares), to_host=_snapshot))
+        if is_initialized() and current().device.type == "cuda":
+            torch.cuda.current_stream(current().device).synchronize()
+        return copies
+
+    def _rounds(self, shares: Sequence[Sequence[str]]) -> tuple[Any, Sequence[str], Any]:
         rounds = [[name for name in row if name is not None] for row in zip_longest(*shares)]
         gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
-        return self._copies(rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name))
+        return rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name)
 
     def _names(self) -> list[str]:
         entries = self.index.entries.items()
@@ -155,8 +165,10 @@ class WholeState:
         rounds: Iterable[Sequence[str]],
         wanted: Collection[str],
         gather: Callable[[str, TensorEntry], torch.Tensor | None],
+        to_host: Callable[[torch.Tensor, bool], torch.Tensor] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the tensors of each round, and yield copies of the ``wanted`` ones at its end."""
+        to_host = to_host or _on_host
         failure: Exception | None = None
         kept = set(wanted)
         for names in rounds:
@@ -165,9 +177,7 @@ class WholeState:
                 whole = gather(name, self.index.entries[name])
                 if name in kept and failure is None and whole is not None:
                     try:
-                        copies.append(
-                            (name, whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
-                        )
+                        copies.append((name, to_host(whole, self._is_alone(name, whole))))
                     except Exception as error:
                         failure = error
                 del whole  # before the next one is made
@@ -175,6 +185,14 @@ class WholeState:
                 yield copies.pop()
         if failure is not None:
             raise failure
+
+    def _is_alone(self, name: str, whole: torch.Tensor) -> bool:
+        """Whether ``whole`` was made for this save, and has memory that nothing else uses."""
+        value = self._values.get(name)
+        like = None if value is None else _like(value)  # None: received from another rank
+        if like is not None and not (isinstance(like, DistributedParameter) and like.is_sharded):
+            return False
+        return whole.is_contiguous() and whole.untyped_storage().nbytes() == whole.nbytes
 
     def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
         """Return the whole tensor on ``rank`` of the world. Others return None, or their value of one that is not distributed."""
@@ -202,6 +220,21 @@ class WholeState:
         if sent.numel():
             self._group.broadcast(sent, holder).wait()
         return sent
+
+
+def _on_host(whole: torch.Tensor, is_alone: bool) -> torch.Tensor:
+    """Return ``whole`` in host memory that nothing else uses."""
+    if is_alone and whole.device.type == "cpu":
+        return whole.detach()
+    return whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _snapshot(whole: torch.Tensor, is_alone: bool) -> torch.Tensor:
+    """Do the same; from a GPU to pinned memory, where the copy goes on while the next tensor is gathered."""
+    if whole.device.type != "cuda":
+        return _on_host(whole, is_alone)
+    copied = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+    return copied.copy_(whole.detach(), non_blocking=True)
 
 
 def _like(value: Value) -> torch.Tensor:

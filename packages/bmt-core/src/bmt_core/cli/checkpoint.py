@@ -11,10 +11,10 @@ import click
 import torch
 
 from bmt_core.checkpoint import CheckpointReader, TensorEntry
-from bmt_core.checkpoint.atomic import replacing
 from bmt_core.checkpoint.choice import choose_format, open_checkpoint
 from bmt_core.checkpoint.format import ForeignEntry
 from bmt_core.checkpoint.manager_state import OPTIMIZER, rank_file
+from bmt_core.checkpoint.saving import write_checkpoint
 from bmt_core.checkpoint.torch_file import read_torch_file
 from bmt_core.checkpoint.training_folder import MODEL, TRAINING, find_checkpoint, latest, read_training
 from bmt_core.cli.output import make_console, make_table, styled
@@ -78,8 +78,9 @@ def verify(path: Path) -> None:
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
 def convert(source: Path, target: Path) -> None:
-    """Write the model in SOURCE to the file TARGET, in the format of its suffix."""
-    if target.is_dir():
+    """Write the model in SOURCE to TARGET, in the format of its suffix (.dcp: a directory for torch.distributed.checkpoint)."""
+    chosen = choose_format(target)
+    if target.is_dir() and not chosen.is_directory:
         raise click.UsageError(f"{target} is a directory. Name a file, such as {target / 'model.safetensors'}.")
     with closing(_open(source)) as reader:
         foreign = [name for name, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)]
@@ -89,8 +90,7 @@ def convert(source: Path, target: Path) -> None:
             )
         reader.verify(0, 1)
         tensors = ((entry.source, reader.read(entry.source)) for entry in _own_tensors(reader))
-        with replacing(target) as temporary:
-            choose_format(target).write(temporary, reader.index, tensors)
+        write_checkpoint(target, chosen, reader.index, tensors)
 
 
 @checkpoint.command()
