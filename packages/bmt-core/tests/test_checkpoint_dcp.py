@@ -39,7 +39,7 @@ def load_all(paths: list[str]) -> list[dict[str, Any]]:
 
 
 def test_what_torch_writes_loads_here_and_what_is_written_here_loads_in_torch(tmp_path: Path) -> None:
-    run_ranks(save_both_ways, 2, str(tmp_path))
+    run_ranks(save_both_ways, 2, str(tmp_path), timeout=180)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.dcp", "torchs"]
     expected = whole_state(plain_net(seed=1))
     state = plain_net(seed=3).state_dict()
@@ -47,7 +47,10 @@ def test_what_torch_writes_loads_here_and_what_is_written_here_loads_in_torch(tm
     model = plain_net()
     model.load_state_dict(state)
     assert whole_state(model) == expected
-    assert run_ranks(load_all, 2, [str(tmp_path / "ours.dcp"), str(tmp_path / "torchs")]) == [[expected] * 2] * 2
+    assert (
+        run_ranks(load_all, 2, [str(tmp_path / "ours.dcp"), str(tmp_path / "torchs")], timeout=180)
+        == [[expected] * 2] * 2
+    )
 
     for source, target in (("torchs", "model.safetensors"), ("model.safetensors", "again.dcp")):
         assert (

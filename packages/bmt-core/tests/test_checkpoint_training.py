@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import subprocess
 import sys
@@ -159,9 +161,6 @@ def test_generators_that_differed_start_anew_at_another_world_size_and_a_line_sa
 
 
 def state_and_output(folder: str) -> tuple[Any, str]:
-    import contextlib
-    import io
-
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         state = state_at(folder)
@@ -392,6 +391,21 @@ def test_what_could_not_be_loaded_is_not_saved_and_the_previous_checkpoint_stays
     for message in run_ranks(save_strange_extra, 2, str(tmp_path), timeout=30):
         assert "extra=" in message
     assert run_ranks(load_step, 2, str(tmp_path)) == [1, 1]
+
+
+def load_step_watched(folder: str) -> tuple[int, str]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        return load_step(folder), output.getvalue()
+
+
+def test_a_save_that_did_not_finish_is_named_and_the_next_one_deletes_it(tmp_path: Path) -> None:
+    run_ranks(save_some, 2, str(tmp_path), [4], None)
+    for left in ("step-3.tmp", "step-6.tmp"):
+        (tmp_path / left).mkdir()
+    line = f"bmt: the save {tmp_path / 'step-6.tmp'} did not finish; step-4, the newest that did, is loaded.\n"
+    assert run_ranks(load_step_watched, 2, str(tmp_path)) == [(4, line), (4, "")]
+    assert run_ranks(save_some, 2, str(tmp_path), [5], None)[0] == ["step-5", "latest", "step-4", "step-5"]
 
 
 def load_step(folder: str) -> int:

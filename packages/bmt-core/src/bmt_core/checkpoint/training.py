@@ -31,11 +31,13 @@ from bmt_core.checkpoint.training_folder import (
     HEAD,
     MODEL,
     TRAINING,
+    UNFINISHED,
     file_checksum,
     find_checkpoint,
     make_empty,
     publish,
     read_training,
+    unfinished_after,
 )
 from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
@@ -78,7 +80,7 @@ def save_checkpoint(
     wait_for_saves()
     group = world_group()
     final = Path(dir) / f"step-{step}"
-    temporary = final.with_name(f"{final.name}.tmp")
+    temporary = final.with_name(final.name + UNFINISHED)
     what = f"saving {final}"
     with collective_section(group, what):
         if group.rank == 0:
@@ -129,6 +131,10 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
         if group.rank == 0:
             folder = find_checkpoint(folder)
             training = read_training(folder)
+            for path in unfinished_after(folder):
+                print(
+                    f"bmt: the save {path} did not finish; {folder.name}, the newest that did, is loaded.", flush=True
+                )
     head_bytes = to_bytes({name: training[name] for name in HEAD}) if training is not None else None
     head_bytes, folder = broadcast_object((head_bytes, folder), group)
     head = from_bytes(head_bytes)

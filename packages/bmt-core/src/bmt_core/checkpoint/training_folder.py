@@ -23,7 +23,7 @@ HEAD = ("step", "extra", "world_size", "random", "places", "optimizer")
 """The entries of ``training.pt`` that all ranks get."""
 _LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{1,40})")
-_DELETED = ".deleted"
+_DELETED, UNFINISHED = ".deleted", ".tmp"
 
 
 def latest(dir: str | os.PathLike[str]) -> Path | None:
@@ -45,6 +45,13 @@ def find_checkpoint(folder: Path) -> Path:
             " Name the directory that was given to save_checkpoint(), or one step-N in it."
         )
     return found
+
+
+def unfinished_after(folder: Path) -> list[Path]:
+    """Return the saves of later steps than the checkpoint ``folder`` that began beside it and did not finish."""
+    step = _STEP.fullmatch(folder.name)
+    found = [(path, _STEP.fullmatch(path.stem)) for path in folder.parent.glob(f"step-*{UNFINISHED}")]
+    return sorted(path for path, match in found if step and match and int(match[1]) > int(step[1]))
 
 
 def read_training(folder: Path) -> dict[str, Any]:
@@ -91,13 +98,16 @@ def make_empty(folder: Path) -> None:
 
 
 def publish(temporary: Path, final: Path, keep: int | None) -> None:
-    """Rename ``temporary`` to ``final``, let ``latest`` name it, and delete all but ``keep`` checkpoints beside it."""
+    """Rename ``temporary`` to ``final``, let ``latest`` name it, and delete unfinished saves and all but ``keep`` checkpoints."""
     try:
         publish_directory(temporary, final)
     except OSError as error:
         raise CheckpointError(cannot_write(final, error)) from error
     with replacing(final.parent / _LATEST) as path:
         path.write_text(f"{final.name}\n")
+    for ending in (UNFINISHED, _DELETED):  # of programs that died
+        for path in final.parent.glob(f"step-*{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
     if keep is not None:
         _delete([path for path in _steps(final.parent) if path != final][keep - 1 :])
 
