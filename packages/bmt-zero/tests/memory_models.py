@@ -31,10 +31,14 @@ class Layer(nn.Module):
 
 
 def blocks(
-    level: int, use_checkpoint: bool, dtype: torch.dtype = torch.float32, kind: type[Layer] = Layer
+    level: int,
+    use_checkpoint: bool,
+    dtype: torch.dtype = torch.float32,
+    kind: type[Layer] = Layer,
+    count: int = BLOCKS,
 ) -> TransformerBlockList:
     torch.manual_seed(1)
-    layers = [kind().to(current().device, dtype) for _ in range(BLOCKS)]
+    layers = [kind().to(current().device, dtype) for _ in range(count)]
     return TransformerBlockList([Block(layer, use_checkpoint, level) for layer in layers])
 
 
@@ -92,18 +96,18 @@ def _in_blocks(model: Any, size: int) -> tuple[float, float]:
 
 
 def grown(level: int, use_checkpoint: bool, steps: int) -> tuple[int, ...]:
-    """How much more memory there is after the last twenty steps than after the first twenty: allocated, and on CUDA reserved.
+    """How much more memory there is after the last ten steps than after ten early ones: allocated, and on CUDA reserved.
 
-    The least of twenty: a thread of gloo's may still hold for a moment what it has sent.
+    The least of ten: a thread of gloo's may still hold for a moment what it has sent.
     """
-    model = blocks(level, use_checkpoint)
+    model = blocks(level, use_checkpoint, count=4)
     meter = MemoryMeter()
     seen = []
     with meter if current().device.type == "cpu" else nullcontext():
         for _ in range(steps):
             step(model)
             seen.append(_present(meter))
-    first, last = (map(min, zip(*some, strict=True)) for some in (seen[5:25], seen[-20:]))
+    first, last = (map(min, zip(*some, strict=True)) for some in (seen[5:15], seen[-10:]))
     return tuple(now - then for now, then in zip(last, first, strict=True))
 
 
@@ -115,13 +119,13 @@ def _present(meter: MemoryMeter) -> tuple[int, ...]:
 
 
 def objects_left(level: int, use_checkpoint: bool) -> int:
-    """How many objects more there are after 60 steps than after ten, without the garbage collector."""
-    return _left(blocks(level, use_checkpoint), ())
+    """How many objects more there are after fifty steps than after ten, without the garbage collector."""
+    return _left(blocks(level, use_checkpoint, count=4), ())
 
 
 def objects_of_ours_left(use_checkpoint: bool) -> int:
     """The same of tensors and objects of ours, where torch's checkpoint leaves functions behind."""
-    return _left(blocks(3, use_checkpoint, kind=InParts), ("torch", "bmt"))
+    return _left(blocks(3, use_checkpoint, kind=InParts, count=4), ("torch", "bmt"))
 
 
 def _left(model: nn.Module, modules: tuple[str, ...]) -> int:
@@ -134,7 +138,7 @@ def _left(model: nn.Module, modules: tuple[str, ...]) -> int:
     gc.disable()
     try:
         before = count()
-        for _ in range(50):
+        for _ in range(40):
             step(model)
         return count() - before
     finally:

@@ -27,21 +27,21 @@ def test_on_gpus_a_step_takes_two_blocks_of_parameters_and_two_of_gradients(use_
 
 
 @pytest.mark.parametrize(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
-def test_a_hundred_steps_leave_nothing_behind(level: int, use_checkpoint: bool) -> None:
-    assert run_ranks(grown, 2, level, use_checkpoint, 100, timeout=120) == [(0,)] * 2
+def test_steps_leave_nothing_behind(level: int, use_checkpoint: bool) -> None:
+    assert run_ranks(grown, 2, level, use_checkpoint, 30) == [(0,)] * 2
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_nothing_is_left_to_the_garbage_collector(level: int, use_checkpoint: bool) -> None:
     for left in run_ranks(objects_left, 2, level, use_checkpoint):
-        assert left < 50  # less than one object per step
+        assert left < 40  # less than one object per step
 
 
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_nothing_is_left_of_parts_that_backward_called_again(use_checkpoint: bool) -> None:
     for left in run_ranks(objects_of_ours_left, 2, use_checkpoint):
-        assert left < 50
+        assert left < 40
 
 
 @pytest.mark.gpu
