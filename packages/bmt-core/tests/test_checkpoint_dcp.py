@@ -78,9 +78,7 @@ def test_a_directory_that_is_damaged_or_hostile_is_an_error_that_names_it(tmp_pa
     changes = {
         "posix.mkdir has no place": lambda: metadata.write_bytes(pickle.dumps(Attack(tmp_path / "attacked"))),
         "Unpickling": lambda: metadata.write_bytes(b"nonsense"),
-        "names the file '../x": lambda: metadata.write_bytes(
-            whole.replace(data.name.encode(), b"../x.distcp"[: len(data.name)])
-        ),
+        "names the file '../x": lambda: metadata.write_bytes(whole.replace(data.name.encode(), b"../xx.distcp")),
         "which is not there": lambda: data.unlink(),
         "cannot be read": lambda: data.write_bytes(values[: len(values) // 2]),
     }

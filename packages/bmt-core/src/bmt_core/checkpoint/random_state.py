@@ -77,7 +77,7 @@ def restore_random_states(
         if list(places) == list(here):
             generator.set(states[rank])
         elif of_data.keys() == data_ranks and all(len(found) == 1 for found in of_data.values()):
-            generator.set(states[digests.index(*of_data[own_data])])
+            generator.set(states[digests.index(next(iter(of_data[own_data])))])
         elif len(set(digests)) == 1:
             generator.set(states[0])
         else:

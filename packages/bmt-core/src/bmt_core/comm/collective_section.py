@@ -27,12 +27,10 @@ def collective_section(group: Group, what: str) -> Iterator[None]:
     report = None if failure is None else (kind, type(failure).__name__, str(failure))
     try:
         reports = all_gather_object(report, group)
-    except BmtError:
-        raise
-    except RuntimeError as error:  # torch's, when the connection to a rank broke
+    except RemoteError as error:  # the connection to a rank broke
         if kind is not None and failure is not None:
             raise failure from error
-        raise RemoteError(f"A rank ended or cannot be reached any more, in {what}: {error}") from failure or error
+        raise RemoteError(f"{what}: {error}") from failure or error
     if failure is not None:
         raise failure
     for rank, found in zip(group.ranks, reports, strict=True):
