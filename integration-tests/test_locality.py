@@ -370,12 +370,12 @@ def copies() -> None:
     for twin in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
         for (name, parameter), other in zip(net.named_parameters(), twin.parameters(), strict=True):
             assert isinstance(parameter, DistributedParameter) and type(other) is DistributedParameter
-            assert other.locality == parameter.locality and other.group is parameter.group, name
+            assert other.locality == parameter.locality and other.shard_group is parameter.shard_group, name
             assert other.whole_shape == parameter.whole_shape and other.replicas == parameter.replicas
         assert_equal(dict(twin.state_dict()), dict(net.state_dict()))
     own = net.layers[str(own_stages()[0])].up
     assert own.locality == (Locality("slice", split_dim=0), Locality("stage")) and own.local_axes == {"slice", "stage"}
-    assert own.group.size == 1 and own.full_shape == (4, 5) and own.whole_shape == (8, 5)
+    assert own.shard_group.size == 1 and own.full_shape == (4, 5) and own.whole_shape == (8, 5)
 
 
 def test_copies_and_pickles_keep_locality() -> None:

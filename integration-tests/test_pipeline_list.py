@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from pipeline_trainings import compare, expected, listed, on_grid
+
+from bmt_core.testing import run_ranks
+from bmt_pipeline import PipelineTransformerBlockList
 
 # Micro-batches fewer than, as many as, and more than the stages.
 RUNS = [("pp 1", 2), ("pp 2", 1), ("pp 2", 2), ("pp 2 x dp 2", 8), ("pp 4", 2), ("pp 4", 4)]
@@ -21,3 +27,16 @@ def test_at_every_level(level: int, use_checkpoint: bool) -> None:
     wanted = expected(4)
     for record in on_grid("pp 2 x dp 2", listed, 4, level, use_checkpoint, micro_batches=4):
         compare(record, wanted)
+
+
+def places() -> tuple[Any, ...]:
+    layers = PipelineTransformerBlockList([torch.nn.Linear(2, 2) for _ in range(5)])
+    ranges = [layers.get_range_by_stage_id(stage) for stage in range(2)]
+    lengths = [layers.get_part_len_by_stage_id(stage) for stage in range(2)]
+    stages = [layers.get_stage_by_layer_id(layer) for layer in range(5)]
+    return ranges, lengths, stages, layers.layer_ids, layers.stages, layers.stage_id, layers.pipe_idx
+
+
+def test_the_first_stages_get_one_layer_more() -> None:
+    alike = [[0, 1, 2], [3, 4]], [3, 2], [0, 0, 0, 1, 1]
+    assert run_ranks(places, 2, init={"pipe_size": 2}) == [(*alike, [0, 1, 2], 2, 0, 0), (*alike, [3, 4], 2, 1, 0)]

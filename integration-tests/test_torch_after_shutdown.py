@@ -13,9 +13,14 @@ import torch
 import torch._dynamo  # torch imports it with the first optimizer, and it adds DTensor to the lists
 import torch.nn.modules.module as modules
 import torch.optim.optimizer as optimizers
+import torch.nn.utils.clip_grad as clip_grad
 import torch.utils._foreach_utils as foreach
+from torch.nn.parallel import DistributedDataParallel
 
 import bmtrain as bmt
+
+
+ORIGINALS = clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__
 
 
 def hooks():
@@ -25,6 +30,7 @@ def hooks():
             if name.startswith("_global_") and hasattr(value, "__len__"):
                 found[name] = len(value)
     found["foreach"] = [len(optimizers._foreach_supported_types), len(foreach._foreach_supported_types)]
+    found["replaced"] = (clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__) != ORIGINALS
     return found
 
 
@@ -50,3 +56,4 @@ def test_nothing_of_ours_stays_in_torch() -> None:
     before, running, after, running_again, after_again = json.loads(ran.stdout.splitlines()[-1])
     assert before == after == after_again
     assert running == running_again != before
+    assert running["replaced"] and not before["replaced"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -43,16 +45,22 @@ class CountingGroup(Group):
         return self.inner.recv(tensor, src)
 
 
-def sweep(operation: str, max_bytes: int) -> tuple[list[Measurement], list[tuple[str, int]]]:
+def sweep(
+    operation: Callable[..., list[Measurement]], max_bytes: int
+) -> tuple[list[Measurement], list[tuple[str, int]]]:
     group = CountingGroup(runtime.current().world)
-    measurements = benchmark.OPERATIONS[operation](max_bytes=max_bytes, group=group)
+    measurements = operation(max_bytes=max_bytes, group=group)
     return measurements, sorted(set(group.calls))
 
 
 @pytest.mark.parametrize(
-    ("operation", "factor"), [("all_gather", 2 / 3), ("reduce_scatter", 2 / 3), ("send_recv", 1.0)]
+    ("operation", "factor"),
+    [(benchmark.all_gather, 2 / 3), (benchmark.reduce_scatter, 2 / 3), (benchmark.send_recv, 1.0)],
 )
-def test_every_size_is_moved_and_measured_alike_on_all_ranks(operation: str, factor: float) -> None:
+def test_every_size_is_moved_and_measured_alike_on_all_ranks(
+    operation: Callable[..., list[Measurement]], factor: float
+) -> None:
+    assert benchmark.OPERATIONS[operation.__name__] is operation
     results = run_ranks(sweep, 3, operation, 100_000)
     sizes = [4092, 16380, 65532, 99996]  # multiples of 3 ranks x 4 bytes
     for measurements, _ in results:
@@ -61,7 +69,7 @@ def test_every_size_is_moved_and_measured_alike_on_all_ranks(operation: str, fac
         for row in measurements:
             assert row.seconds > 0
             assert row.bus_bandwidth == pytest.approx(row.bytes / row.seconds * factor)
-    names = [f"{operation}"] * 3 if operation != "send_recv" else ["send to 1", "recv from 0", None]
+    names = [operation.__name__] * 3 if operation is not benchmark.send_recv else ["send to 1", "recv from 0", None]
     for (_, calls), name in zip(results, names, strict=True):
         assert calls == ([] if name is None else [(name, size) for size in sizes])
 

@@ -29,6 +29,7 @@ from test_checkpoint import (
 from torch import nn
 
 import bmt_core
+from bmt_core import SafetensorsFormat
 from bmt_core.checkpoint import loading, wait_for_saves
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter, local_along
@@ -480,3 +481,11 @@ def test_a_crash_at_any_moment_leaves_a_whole_directory(tmp_path: Path) -> None:
     assert died.returncode == 0, died.stderr
     count, files = died.stdout.split()
     assert int(count) > 8 and int(files) == 2  # the last save deleted what the crashes left
+
+
+def test_a_format_object_decides_whatever_the_file_is_called(tmp_path: Path) -> None:
+    layer, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    bmt_core.save(layer, file_name=tmp_path / "model.bin", format=SafetensorsFormat())
+    assert load_file(tmp_path / "model.bin")["weight"].equal(layer.weight)
+    bmt_core.load(other, file_name=tmp_path / "model.bin", format=SafetensorsFormat())
+    assert other.weight.equal(layer.weight)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
+from bmt_core.init.parameter_init import ParameterInitializer, init_parameters, iterate_parameters
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
+from bmt_core.run.locality import Locality
 from bmt_core.testing import run_ranks
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (1,), (2, 2, 2), (0, 4), (), (7,)]
@@ -90,7 +91,7 @@ class Tower(DistributedModule):
         self.plain = nn.Parameter(torch.ones(2))
         self.twin = Leaf(self._parameters["weight"])
         self.register_buffer("steps", torch.tensor([1, 2], dtype=torch.uint8))
-        assert type(self.weight) is torch.Tensor and self.weight.shape == (5, 3)  # whole, also during construction
+        assert type(self.weight * 1) is torch.Tensor and self.weight.shape == (5, 3)  # whole, also during construction
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight, self.bias) @ self.weight + self.twin(x) + self.weight.sum()
@@ -162,7 +163,7 @@ def counted_reads() -> tuple[int, int]:
     """Count through the groups that the parameter uses."""
     tower = Tower()
     init_parameters(tower)
-    group = tower._parameters["weight"].group  # type: ignore[union-attr]
+    group = tower._parameters["weight"].shard_group  # type: ignore[union-attr]
     lanes = runtime.current().lanes
     calls = {"all_gather": 0, "reduce_scatter": 0}
     for used in {group, lanes.gather.group(group), lanes.reduce.group(group)}:
@@ -198,13 +199,15 @@ def test_state_dict_takes_and_gives_whole_tensors_buffers_and_plain_parameters()
 
 
 def copies() -> None:
-    parameter = DistributedParameter(torch.arange(7.0), init_method=ParameterInitializer(nn.init.ones_))
+    parameter = DistributedParameter(torch.arange(7.0), True, ParameterInitializer(nn.init.ones_), "some")
     buffer = io.BytesIO()
     torch.save(parameter, buffer)
     buffer.seek(0)
     for twin in (copy.deepcopy(parameter), torch.load(buffer, weights_only=False)):
-        assert type(twin) is DistributedParameter and twin.group is parameter.group and twin is not parameter
-        assert twin.full_shape == (7,) and twin._init_method is not None
+        assert (
+            type(twin) is DistributedParameter and twin.shard_group is parameter.shard_group and twin is not parameter
+        )
+        assert twin.full_shape == (7,) and twin._init_method is not None and twin.group == "some"
         with torch.no_grad():
             twin.add_(1)
         torch.testing.assert_close(twin.gather() - 1, parameter.gather())
@@ -217,12 +220,54 @@ def test_copies_and_pickles_keep_shard_group_and_init_method() -> None:
 
 def grouped() -> Any:
     tower = Tower()
-    ((group, parameters),) = list(grouped_parameters(tower))
-    return group.ranks, len(parameters)
+    tower.head = DistributedParameter(torch.zeros(3), group="head")
+    tower.twin.add_module("again", Leaf(tower._parameters["head"]))
+    copied = copy.deepcopy(tower)
+    assert {*iterate_parameters(copied)} == {*copied.parameters()}
+    alone = DistributedParameter(torch.arange(4.0), group=runtime.current().topology.group(()))
+    assert alone.group is None and alone.shard_group.size == 1 and alone.numel() == 4
+    return [(group, len(parameters)) for group, parameters in grouped_parameters(copied)]
 
 
-def test_grouped_parameters_gives_each_parameter_once() -> None:
-    assert run_ranks(grouped, 2) == [((0, 1), 3)] * 2
+def test_grouped_parameters_gives_each_parameter_once_by_its_label() -> None:
+    assert run_ranks(grouped, 2) == [[(None, 3), ("head", 1)]] * 2
+
+
+def wholes() -> list[Any]:
+    data = torch.arange(15.0).view(5, 3)
+    parameter = DistributedParameter(data)
+    assert (
+        parameter.is_sharded and not DistributedParameter(data, group=runtime.current().topology.group(())).is_sharded
+    )
+    assert parameter.tp_gather().equal(data) and parameter.gather_all().equal(data)
+    assert parameter.own_slice(data) is data  # of which the part is sharded
+    with pytest.raises(ValueError, match=r"Expected a tensor of shape \(5, 3\), not \(3, 5\)"):
+        parameter.own_slice(data.t())
+    on_1 = parameter.gather_on(1)
+    return [on_1 is not None and on_1.equal(data), parameter._start_partition, parameter._end_partition]
+
+
+def test_a_parameter_is_gathered_on_all_ranks_or_on_one() -> None:
+    assert run_ranks(wholes, 2) == [[False, 0, 8], [True, 8, 15]]
+
+
+def test_sections_of_a_dim_are_cut_each_by_itself() -> None:
+    place, whole = Locality("tp", split_dim=0, sections=(4, 2)), torch.arange(6.0)
+    slices = [place.cut(whole, rank, 2) for rank in range(2)]
+    assert [part.tolist() for part in slices] == [[0, 1, 4], [2, 3, 5]]
+    assert place.join(slices).equal(whole)
+
+
+def copied_data() -> list[float]:
+    parameter = DistributedParameter(torch.zeros(5, 3))
+    version = parameter._version
+    parameter._copy_data(torch.arange(15.0).view(5, 3))
+    assert parameter._version > version
+    return parameter.gather().flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_copy_data_takes_the_whole_tensor() -> None:
+    assert run_ranks(copied_data, 2) == [list(range(15))] * 2
 
 
 def forms() -> None:

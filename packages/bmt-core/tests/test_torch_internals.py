@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import bmt_core
 from bmt_core import torch_internals as internals
@@ -129,6 +130,31 @@ def test_transforms_are_seen() -> None:
     found = []
     torch.func.vmap(lambda x: (found.append(internals.are_transforms_active()), x)[1])(torch.ones(2))
     assert found == [True] and not internals.are_transforms_active()
+
+
+class Watched(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("called")
+
+
+def test_torch_functions_of_subclasses_are_left_out() -> None:
+    with internals.without_torch_functions():
+        watched = torch.ones(2).as_subclass(Watched)
+        assert type(watched + 1) is torch.Tensor
+    with pytest.raises(AssertionError, match="called"):
+        watched + 1
+
+
+def test_a_check_runs_before_torch_clips_until_it_is_taken_out() -> None:
+    found: list[Any] = []
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    undo = internals.before_clipping(found.append)
+    clip_grad_norm_(parameter, 1.0)
+    undo()
+    clip_grad_norm_(parameter, 1.0)
+    assert found == [[parameter]]
 
 
 def test_names_are_seen_in_a_trace() -> None:

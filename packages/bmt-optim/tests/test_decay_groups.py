@@ -40,6 +40,12 @@ def _groups_and_warnings() -> tuple[Any, Any, list[list[str]]]:
             warnings.simplefilter("always")
             OptimManager().add_optimizer(AdamOptimizer(groups))
         texts.append([str(warning.message) for warning in caught])
+    with warnings.catch_warnings(record=True) as caught:  # a loop without a manager
+        warnings.simplefilter("always")
+        model.matrix.gather().sum().backward()
+        for _ in range(2):
+            torch.optim.SGD(by_slices, lr=0.1).step()
+    texts.append([str(warning.message) for warning in caught if "sums over" not in str(warning.message)])
     return _names(chosen, model), _names(exempt, model), texts
 
 
@@ -52,8 +58,8 @@ def test_groups_are_those_of_whole_parameters(run_ranks: Any, world_size: int) -
     for rank, (chosen, exempt, texts) in enumerate(run_ranks(_groups_and_warnings, world_size)):
         assert chosen == expected
         assert exempt == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]  # by its other name
-        assert texts[:2] == [[], []] and len(texts[2]) == (1 if rank == 0 else 0)
-        assert all("bmt.optim.param_groups(model" in text for text in texts[2])
+        assert texts[:2] == [[], []] and len(texts[2]) == len(texts[3]) == (1 if rank == 0 else 0)
+        assert all("bmt.optim.param_groups(model" in text for text in [*texts[2], *texts[3]])
 
 
 def test_one_pattern_alone_is_refused() -> None:

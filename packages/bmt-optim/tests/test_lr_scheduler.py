@@ -202,7 +202,7 @@ def test_subclasses_in_the_style_of_bmtrain_work() -> None:
             return self.start_lr / 10
 
         def get_lr_decay(self, num_iter: int) -> float:
-            return self.start_lr * 0.5 ** (num_iter - self.warmup_iter)
+            return self.start_lr * self.factor ** (num_iter - self.warmup_iter)
 
     schedule = Halving(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), 1.0, 2, 10)
     rates = [schedule.current_lr]
@@ -216,3 +216,27 @@ def test_subclasses_in_the_style_of_bmtrain_work() -> None:
 
 def test_all_schedules_are_public() -> None:
     assert {kind.__name__ for kind in ALL} | {"WarmupLRScheduler"} == set(lr_scheduler.__all__)
+
+
+class FallsByFactor(WarmupLRScheduler):
+    """As a user writes one: the rate falls by a factor with each step after a quadratic warm-up."""
+
+    constants = (*WarmupLRScheduler.constants, "factor")
+    factor = 0.5
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        return self.start_lr * (num_iter / self.warmup_iter) ** 2
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        return float(self.start_lr * self.factor ** (num_iter - self.warmup_iter))
+
+
+def test_a_schedule_of_ones_own() -> None:
+    scheduler = FallsByFactor(optimizer_of(1.0), 8.0, 2, 10)
+    rates = [scheduler.current_lr]
+    for _ in range(4):
+        scheduler.step()
+        rates.append(scheduler.current_lr)
+    assert rates == [0, 2, 8, 4, 2] and scheduler.state_dict()["factor"] == 0.5
+    with pytest.raises(NotImplementedError, match="WarmupLRScheduler must define get_lr_decay"):
+        WarmupLRScheduler(optimizer_of(1.0), 8.0, 0, 10)

@@ -54,6 +54,42 @@ def test_loss_is_multiplied_by_loss_scale_over_grad_scale() -> None:
     assert OptimManager(loss_scale=8).loss_scale_enabled
 
 
+def test_loss_scale_may_be_assigned() -> None:
+    manager = managed(parameter(), loss_scale=1024, loss_scale_steps=1)
+    manager.loss_scale = 64
+    assert manager.loss_scale == 64 and manager.scale_loss(torch.tensor(2.0)) == 128.0
+    with pytest.raises(ValueError, match="loss_scale must be a positive number or None, it is -1"):
+        manager.loss_scale = -1
+    manager.loss_scale = None
+    assert not manager.loss_scale_enabled
+    manager.loss_scale = manager.loss_scale  # 1, as it reads without scaling
+    assert not manager.loss_scale_enabled
+    manager.loss_scale = 8
+    assert manager.loss_scale_enabled and manager.loss_scale == 8
+
+
+class OfBmtrain(torch.optim.SGD):
+    """Keeps what is multiplied by the loss scale, and hears of its changes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.changes: list[tuple[float, float]] = []
+
+    def _on_justify_scale(self, old_scale: float, new_scale: float) -> None:
+        self.changes.append((old_scale, new_scale))
+
+
+def test_an_optimizer_may_hear_of_a_changed_scale() -> None:
+    p = parameter()
+    optimizer = OfBmtrain([p], lr=0.1)
+    manager = OptimManager(loss_scale=8, loss_scale_steps=1, max_loss_scale=16)
+    manager.add_optimizer(optimizer)
+    for bad in (math.inf, 1.0, 1.0, 1.0, math.nan):
+        p.grad = torch.full((3,), bad)
+        manager.step()
+    assert optimizer.changes == [(8, 4), (4, 8), (8, 16), (16, 8)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_scale", [None, 2.0**16])
 def test_training_with_scaling_equals_training_without(kind: str, loss_scale: float | None) -> None:

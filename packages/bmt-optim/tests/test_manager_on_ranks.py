@@ -117,6 +117,32 @@ def test_plain_parameters_are_summed_over_ranks_exactly_once(
             assert torch.equal(a, b), "ranks drifted apart"
 
 
+def reduced_by_the_program(reduces: bool, sums: bool) -> list[str]:
+    model = Model(torch.float32)
+    manager = OptimManager(sum_plain_gradients=sums)
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            manager.zero_grad()
+            manager.backward(model.loss(torch.full((1, 3), 1.0 + runtime.rank()), uses_rare=True))
+            for p in model.parameters():
+                if reduces and p.grad is not None:
+                    runtime.current().world.all_reduce(p.grad).wait()
+            manager.clip_grad_norm(model.parameters(), 1.0)
+            manager.step()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_gradients_that_the_program_has_reduced_are_warned_of_once(
+    run_ranks: Any, reduces: bool, sums: bool, count: int
+) -> None:
+    said, unsaid = run_ranks(reduced_by_the_program, 2, reduces, sums)
+    assert len(said) == count and unsaid == []
+    assert all("OptimManager(sum_plain_gradients=False)" in text for text in said)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("distribute", [("first", "second", "bias"), ("first", "bias")])
 @pytest.mark.parametrize("max_norm", [1e9, 0.05])

@@ -15,6 +15,8 @@ from torch.optim.optimizer import _foreach_supported_types
 from zero_models import Layer, full_gradient
 
 from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.modules.block_use import Scheduled
+from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
@@ -146,6 +148,30 @@ def test_block_is_transparent_to_names_attributes_and_modes() -> None:
             "flat": {1},
             "module": True,
         }
+
+
+class Own(nn.Linear):
+    def init_parameters(self, value: float) -> None:
+        with torch.no_grad():
+            self.weight.fill_(value)
+
+
+def initialized_by_block() -> list[Any]:
+    inner = DistributedModule()
+    inner.weight = DistributedParameter(torch.zeros(3, 2), init_method=torch.nn.init.ones_, group="some")
+    block = Block(inner)
+    block.init_parameters()
+    own = Block(Own(2, 3))
+    own.init_parameters(4.0)
+    labels = [(label, len(parameters)) for label, parameters in block.grouped_parameters()]
+    assert isinstance(block, Scheduled)
+    own.gradient_checkpointing = False  # Hugging Face's switch
+    assert not own._use_checkpoint and block._use_checkpoint and not block.gradient_checkpointing
+    return [block.state_dict()["weight"].tolist(), labels, own.state_dict()["weight"].unique().tolist()]
+
+
+def test_a_block_has_bmtrains_methods_unless_the_inner_module_has_its_own() -> None:
+    assert run_ranks(initialized_by_block, 2) == [[[[1, 1]] * 3, [("some", 1)], [4]]] * 2
 
 
 def print_on_one_rank() -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmt_core.params.shard import even_ranges
-from bmt_zero import flat_layout
+from bmt_zero import FlatLayout, flat_layout
 from bmt_zero.sharding.flat_layout import ALIGNMENT
 
 NUMELS = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
@@ -17,7 +17,7 @@ ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 
 @given(NUMELS, ITEMSIZES, RANKS)
 def test_every_element_is_owned_by_exactly_one_rank(numels: list[int], itemsize: int, ranks: int) -> None:
-    layout = flat_layout(numels, itemsize, ranks)
+    layout: FlatLayout = flat_layout(numels, itemsize, ranks)
     for index, numel in enumerate(numels):
         owned = [element for start, end in layout.ranges(index) for element in range(start, end)]
         assert owned == list(range(numel))

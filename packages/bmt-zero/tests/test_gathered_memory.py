@@ -7,6 +7,7 @@ import torch
 from memory_models import grown, objects_left, objects_of_ours_left, steps_without_synchronising, transient
 
 from bmt_core.testing import run_ranks
+from bmt_zero import GatheredMemory
 
 # Activations, and on CUDA the rounding of the allocator.
 SLACK = 0.25
@@ -57,3 +58,12 @@ def test_on_gpus_a_hundred_steps_take_no_more_memory(level: int, use_checkpoint:
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_on_gpus_no_step_waits_for_the_device(level: int, use_checkpoint: bool) -> None:
     run_ranks(steps_without_synchronising, 2, level, use_checkpoint, init={"device": "cuda"}, timeout=120)
+
+
+def test_the_peak_is_the_highest_since_it_was_reset() -> None:
+    memory = GatheredMemory()
+    memory.change(3)
+    memory.change(-2)
+    assert (memory.current, memory.peak) == (1, 3)
+    memory.reset_peak()
+    assert (memory.current, memory.peak) == (1, 1)

@@ -291,9 +291,7 @@ def several_blocks() -> list[Any]:
 
 def test_a_write_to_a_block_that_is_not_whole_any_more_raises() -> None:
     for whole, data, norm, mean in run_ranks(several_blocks, 2):
-        assert whole.startswith(
-            "Initialisation wrote to a parameter, by DistributedModule[Model], when it was not whole."
-        )
+        assert whole.startswith("Initialisation wrote to a parameter, by Model, when it was not whole.")
         assert data.startswith("Initialisation wrote to layers.0.norm.weight, layers.0.norm.bias, ")
         torch.testing.assert_close(norm, mean)
 
@@ -379,8 +377,8 @@ def test_what_would_have_no_values_is_named_when_wrapping_and_at_the_first_use()
         )
         assert "reset_parameters()" in wrapped and "init=False" in wrapped
         assert called.startswith("Parameters layers.0.weight, layers.0.bias, layers.1.gain, last.gain and buffers")
-        assert first.startswith("Parameters weight, bias of Block[Linear] have no values")
-        assert second.startswith("Parameters gain and buffers rotation, mask of Block[Lost] have no values")
+        assert first.startswith("Parameters weight, bias of Linear have no values")
+        assert second.startswith("Parameters gain and buffers rotation, mask of Lost have no values")
         assert outside.startswith("A parameter of shape (4,) has no values")
 
 

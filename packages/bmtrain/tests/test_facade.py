@@ -9,12 +9,13 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import bmtrain
 from bmtrain._lazy import resolve
-from bmtrain._table import FILE_MODULES, INSTALL_HINTS, TABLE, Home, submodules
+from bmtrain._table import FILE_MODULES, INSTALL_HINTS, INTERNALS, OLD_PATHS, TABLE, Home, submodules
 
 PACKAGES = Path(__file__).parents[2]
 
@@ -64,6 +65,48 @@ def test_names_are_public_where_they_come_from(module: str) -> None:
         if is_installed(home) and not name.startswith("_"):
             source = importlib.import_module(home.module)
             assert home.attribute in getattr(source, "__all__", dir(source))
+
+
+@pytest.mark.parametrize("module", OLD_PATHS)
+def test_old_paths_have_the_names_of_the_packages(module: str) -> None:
+    old = importlib.import_module(module)
+    assert sorted(OLD_PATHS[module]) == [name for name in dir(old) if not name.startswith("__")]
+    for name, home in OLD_PATHS[module].items():
+        assert getattr(old, name) is getattr(importlib.import_module(home.module), home.attribute)
+
+
+def test_a_function_and_an_old_module_of_one_name_are_both_found() -> None:
+    scope: dict[str, Any] = {}
+    exec("from bmtrain.benchmark.all_gather import all_gather; from bmtrain import benchmark", scope)
+    assert scope["all_gather"] is scope["benchmark"].all_gather
+
+
+@pytest.mark.parametrize(
+    ("statement", "internal"),
+    [
+        *((f"import {module}", module) for module in INTERNALS),
+        ("from bmtrain import hook_func", "bmtrain.hook_func"),
+        ("from bmtrain.nccl import enums", "bmtrain.nccl.enums"),
+        ("from bmtrain.distributed.ops import OpAllGather", "bmtrain.distributed.ops.OpAllGather"),
+    ],
+)
+def test_importing_an_internal_of_bmtrain_says_what_it_is(statement: str, internal: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        exec(statement, {})
+    name = internal.replace("bmtrain", "bmt")
+    assert str(caught.value).startswith(f"{name} is an internal of BMTrain, and bmt has nothing like it.")
+    assert "docs/migration.md" in str(caught.value)
+
+
+def test_asking_for_an_internal_of_bmtrain_says_what_it_is() -> None:
+    with pytest.raises(AttributeError, match=r"^bmt.hook_func is an internal of BMTrain"):
+        bmtrain.hook_func  # type: ignore[attr-defined]
+    ops = importlib.import_module("bmtrain.distributed.ops")
+    assert not hasattr(ops, "OpAllGather") and not hasattr(ops, "__wrapped__")
+    with pytest.raises(
+        AttributeError, match=r"^bmt.distributed.ops.OpAllGather is an .* bmt has all_gather, all_reduce,"
+    ):
+        ops.OpAllGather
 
 
 def test_every_package_that_names_come_from_has_a_directory_and_a_hint() -> None:

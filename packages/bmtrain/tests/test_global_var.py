@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 
+import bmt_core
 import bmtrain
 from bmt_core import Topology
 from bmt_core.testing import run_ranks
 from bmtrain import global_var
-from bmtrain.global_var import config
+from bmtrain.global_var import ConfigMap, config
 
 
 def state() -> dict[str, Any]:
     comms = ["comm", "zero_comm", "tp_comm", "tp_zero_comm", "pipe_comm", "pp_zero_comm", "pp_tp_zero_comm"]
     with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
         config.wrold_size
-    with pytest.raises(TypeError):
-        config["rank"] = 3  # type: ignore[index]
     config["calc_stream"].wait_stream(config.load_stream)
     for name in ("tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_stream"):
         config[name].synchronize()
@@ -26,6 +25,49 @@ def state() -> dict[str, Any]:
     assert isinstance(config.topology, Topology)
     assert set(config) >= {"initialized", "rank", "topology", *comms}
     return {"groups": {name: config[name].ranks for name in comms}, "rank": config.rank, "tp": config["tp_size"]}
+
+
+def numbers() -> dict[str, Any]:
+    streams = ("calc_stream", "load_stream", "tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_event")
+    assert isinstance(config, ConfigMap) and all(config[name] is not None for name in streams)
+    return {key: value for key, value in config.items() if isinstance(value, int)}
+
+
+def test_config_has_the_numbers_of_the_run() -> None:
+    for rank, found in enumerate(run_ranks(numbers, 2)):
+        alike = {"initialized": True, "pipe_enabled": False, "pipe_size": 1, "tp_size": 1, "tp_rank": 0, "micros": 1}
+        sizes = dict.fromkeys(("world_size", "local_size", "zero_size", "tp_zero_size"), 2)
+        ranks = dict.fromkeys(("rank", "local_rank", "zero_rank", "tp_zero_rank"), rank)
+        assert found == {**alike, **sizes, **ranks}
+
+
+def assigned() -> None:
+    stream = config.load_stream
+    config["load_stream"] = config["calc_stream"]
+    config.rank = config.rank  # nothing new: no warning
+    assert config.load_stream is config["calc_stream"] is not stream
+    config["micros"] = 6
+    assert config.micros == bmt_core.current().settings.num_micro_batches == 6
+    with pytest.warns(UserWarning, match=r"config\['zero_size'\] was assigned.*the run itself goes on with 1"):
+        config.zero_size = 4
+    assert config["zero_size"] == 4
+    with pytest.raises(bmt_core.ConfigError, match="num_micro_batches must be at least 1"):
+        config["micros"] = 0
+    with pytest.raises(KeyError, match="No config key is named 'zero_level'"):
+        config["zero_level"] = 3
+    with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
+        config.wrold_size = 2
+    with pytest.raises(TypeError, match="cannot be deleted"):
+        del config["rank"]
+
+
+def test_known_keys_are_assigned_until_the_run_ends() -> None:
+    run_ranks(assigned, 1)
+    run_ranks(not_assigned, 1)
+
+
+def not_assigned() -> None:
+    assert config["zero_size"] == 1 and config.micros == 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

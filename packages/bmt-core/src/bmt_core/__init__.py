@@ -20,10 +20,11 @@ from bmt_core.errors import (
     PluginError,
     RemoteError,
 )
-from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
+from bmt_core.init.parameter_init import ParameterInitializer, init_parameters, iterate_parameters
 from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
+from bmt_core.modules.whole_parameters import whole_parameters
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter, local_along
@@ -81,6 +82,7 @@ __all__ = [
     "init_distributed",
     "init_parameters",
     "is_initialized",
+    "iterate_parameters",
     "latest",
     "load",
     "load_checkpoint",
@@ -93,5 +95,6 @@ __all__ = [
     "sum_loss",
     "synchronize",
     "wait_for_saves",
+    "whole_parameters",
     "world_size",
 ]

@@ -43,11 +43,15 @@ def bmt_cli_commands() -> list[click.Command]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Let torch's optimizers take their foreach and fused paths for distributed parameters."""
+    """Let torch's optimizers take their foreach and fused paths for distributed parameters; see that torch treats them as such."""
+    from bmt_core.modules.other_wrappers import refuse_other_wrappers
     from bmt_core.params.parameter import DistributedParameter
+    from bmt_core.params.plain_steps import warn_of_plain_steps
     from bmt_core.torch_internals import register_foreach_type
 
     register_foreach_type(DistributedParameter)
+    refuse_other_wrappers(runtime)
+    warn_of_plain_steps(runtime)
 
 
 @hookimpl

@@ -17,6 +17,8 @@ DEFAULT_ZERO_LEVEL = 3
 ZERO_LEVELS = (0, 1, 2, 3)
 ReduceDtype = Literal["fp32-sum", "param", "fp32"]
 DEFAULT_REDUCE_DTYPE: ReduceDtype = "fp32-sum"
+GradientsOfRanks = Literal["sum", "mean"]
+DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class RunSettings:
     pin_cpu: bool = False
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
     prefetch_bytes: int | None = None
+    gradients: GradientsOfRanks = DEFAULT_GRADIENTS
 
     def __post_init__(self) -> None:
         for name in ("pipe_size", "tp_size"):
@@ -50,6 +53,8 @@ class RunSettings:
         check_reduce_dtype(self.reduce_dtype)
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise ConfigError(f"prefetch_bytes must be a number of bytes or None, not {self.prefetch_bytes}.")
+        if self.gradients not in get_args(GradientsOfRanks):
+            raise ConfigError(f"gradients must be one of {get_args(GradientsOfRanks)}, not {self.gradients!r}.")
 
 
 def check_zero_level(level: int) -> int:

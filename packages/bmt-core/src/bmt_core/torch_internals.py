@@ -6,6 +6,7 @@ Functions of torch stand here as they are where they are called once per block a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.utils.clip_grad as clip_grad
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
 from torch.distributed import distributed_c10d
@@ -75,6 +77,11 @@ def are_transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def without_torch_functions() -> AbstractContextManager[object]:
+    """Inside, ``__torch_function__`` of tensor subclasses is not called, and results are ordinary tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def named_in_trace(text: str) -> AbstractContextManager[object]:
     """Show ``text`` in a trace of torch's profiler as the name of what happens inside; without a profiler it costs nothing."""
     return torch.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
@@ -127,6 +134,31 @@ def unregister_foreach_type(kind: type[torch.Tensor]) -> None:
 
 def _foreach_types() -> list[list[Any]]:
     return [torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types]
+
+
+def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
+    """Have ``check`` called with the parameters when ``torch.nn.utils.clip_grad_norm_`` is about to clip; return what undoes it.
+
+    Inside of that function, for a program may have imported it by name before.
+    """
+    return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
+
+
+def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[], None]:
+    """Have ``check`` called with the arguments of the function ``owner.name`` before it; return what undoes it."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    def undo() -> None:
+        if getattr(owner, name) is checked:
+            setattr(owner, name, function)
+
+    setattr(owner, name, checked)
+    return undo
 
 
 def make_process_group(

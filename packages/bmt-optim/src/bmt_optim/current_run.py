@@ -20,6 +20,11 @@ def world() -> Group:
     return current().world if is_initialized() else SingleGroup(0)
 
 
+def gradient_divisor() -> int:
+    """Return by how much the run divides gradients that it has summed over ranks: 1 unless they are means."""
+    return current().gradient_divisor if is_initialized() else 1
+
+
 def replicas(parameter: torch.nn.Parameter) -> int:
     """Return how many ranks hold the same elements of ``parameter``; ordinary parameters are whole on every rank."""
     return parameter.replicas if isinstance(parameter, DistributedParameter) else world().size

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import rank
 
 
 def param_groups(model: torch.nn.Module, *, weight_decay: float, no_decay: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -34,23 +32,6 @@ def param_groups(model: torch.nn.Module, *, weight_decay: float, no_decay: Itera
     decayed = [p for p, exempt in is_exempt.items() if not exempt]
     others = [p for p, exempt in is_exempt.items() if exempt]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def warn_of_groups_by_slices(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn, on rank 0, of an empty group beside one that mixes sharded matrices and vectors: ``p.ndim >= 2`` made them."""
-    found = [group["params"] for group in groups]
-    if all(found) or rank() != 0:
-        return
-    for params in found:
-        shards = [p for p in params if isinstance(p, DistributedParameter)]
-        if len({len(_whole_shape(p)) >= 2 for p in shards}) == 2:
-            warnings.warn(
-                "One parameter group is empty, and another has sharded matrices and vectors together. Slices of both have one"
-                " dimension, so p.ndim does not tell them apart: take bmt.optim.param_groups(model, weight_decay=...).",
-                UserWarning,
-                stacklevel=3,
-            )
-            return
 
 
 def _whole_shape(p: torch.nn.Parameter) -> torch.Size:

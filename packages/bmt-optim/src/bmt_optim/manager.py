@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -28,11 +29,11 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
+from bmt_core.params.groups_by_slices import warn_of_groups_by_slices
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
-from bmt_optim.current_run import device_of, kernels_for, world
-from bmt_optim.decay_groups import warn_of_groups_by_slices
+from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
 from bmt_optim.elementwise import check_elementwise
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
@@ -63,7 +64,8 @@ class OptimManager:
     Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss by ``loss_scale / grad_scale``
     first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over
     all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
-    manager are safe too, with the sums. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
+    manager are safe too, with the sums. In a run of ``init_distributed(gradients="mean")`` gradients are means as they are, and
+    ``grad_scale`` is 1. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
     over all ranks, once; ``sum_plain_gradients=False`` if your program does. A later ``backward`` adds to them as in plain torch.
 
     ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
@@ -109,9 +111,19 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The factor that losses are multiplied by; 1 without loss scaling."""
+        """The factor that losses are multiplied by; 1 without loss scaling.
+
+        May be assigned between steps, on every rank; None turns loss scaling off.
+        """
         self.read_outcome()
         return 1 if self._scale.value is None else self._scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float | None) -> None:
+        # What the property said without loss scaling, given back, must not turn it on.
+        if value != 1 or self.loss_scale_enabled:
+            self.read_outcome()
+            self._scale = replace(self._scale, value=value)
 
     @property
     def loss_scale_enabled(self) -> bool:
@@ -126,10 +138,10 @@ class OptimManager:
 
     @property
     def grad_scale(self) -> float:
-        """What losses are divided by: the number of ranks that see different data, unless it was given."""
+        """What losses are divided by: unless given, the number of ranks that see different data, or 1 if gradients are means."""
         if self._grad_scale is not None:
             return self._grad_scale
-        return current().topology.data_size if is_initialized() else 1
+        return current().topology.data_size // gradient_divisor() if is_initialized() else 1
 
     @grad_scale.setter
     def grad_scale(self, value: float | None) -> None:
@@ -139,27 +151,30 @@ class OptimManager:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
-        in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that needs
-        whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
+        in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
+        ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the loss scale changes. One that
+        needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
         """
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
         check_elementwise(optimizer)
-        warn_of_groups_by_slices(adapted.param_groups)
+        warn_of_groups_by_slices(adapted.param_groups, stacklevel=3)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
     def zero_grad(self) -> None:
-        """Clear the gradients of all optimizers."""
+        """Clear the gradients of all optimizers: they become None, as in torch. BMTrain filled them with zeros."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._plain.forget()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on."""
-        self._plain.share_out(world())
+        self._plain.share_out(world(), gradient_divisor())
+        if is_initialized():
+            current().has_scaled_loss = True
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -211,7 +226,7 @@ class OptimManager:
             self._refuse()
         else:
             self._step_all(None)
-            self._scale.after_step()
+            self._change_scale(self._scale.after_step)
 
     def read_outcome(self) -> None:
         """Learn whether the last step was skipped, and do on the host what follows: see [Note: who reads the overflow flag]."""
@@ -222,7 +237,7 @@ class OptimManager:
             optimizer.read_outcome()
         skipped, schedulers = outcome
         if not skipped.read():
-            self._scale.after_step()
+            self._change_scale(self._scale.after_step)
             return
         for scheduler, num_iter in schedulers:
             scheduler.step(num_iter)
@@ -322,7 +337,7 @@ class OptimManager:
     def _complete_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         reduce_held_back(parameters)
         if self.sum_plain_gradients:
-            self._plain.sum(parameters, world())
+            self._plain.sum(parameters, world(), gradient_divisor())
 
     def _scaling_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
         """Enter :meth:`ManagedOptimizer.scaling_gradients` of all optimizers."""
@@ -355,6 +370,15 @@ class OptimManager:
             if scheduler is not None:
                 scheduler.step()
 
+    def _change_scale(self, change: Callable[[], None]) -> None:
+        """Call ``change``, and tell the optimizers that want to know if it has changed the scale."""
+        before = self._scale.value
+        change()
+        if before != self._scale.value:
+            for optimizer in self.optimizers:
+                if hasattr(optimizer, "_on_justify_scale"):
+                    optimizer._on_justify_scale(before, self._scale.value)
+
     def _refuse(self) -> None:
         """Skip the step, because a gradient is not finite; or raise, if ``non_finite`` says so."""
         if not self.loss_scale_enabled and self.non_finite == "raise":
@@ -367,7 +391,7 @@ class OptimManager:
     def _report_skip(self) -> None:
         self.skipped_steps += 1
         before = self._scale.value
-        self._scale.after_overflow()
+        self._change_scale(self._scale.after_overflow)
         if rank() != 0:
             return
         if before != self._scale.value:

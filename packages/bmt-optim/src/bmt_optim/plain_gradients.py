@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,11 +21,15 @@ class PlainGradients:
     """Sums the local gradients of parameters that are not :class:`DistributedParameter`, and remembers which are summed.
 
     An ordinary parameter gets the gradient that a distributed one in its place would get: the sum over all ranks, formed in
-    float32 for half types. Where one rank has no gradient and another has, the first one contributes zero, so that either all
-    ranks have the gradient afterwards or none.
+    float32 for half types, over the ``divisor`` of the run. Where one rank has no gradient and another has, the first one
+    contributes zero, so that either all ranks have the gradient afterwards or none.
+
+    Gradients that the program itself has reduced are alike on all ranks. The first that are summed are looked at, and if all of
+    them are, rank 0 warns.
     """
 
     def __init__(self) -> None:
+        self._are_compared = False
         # The gradients themselves, because a gradient that was assigned since is local again.
         self._summed: dict[torch.nn.Parameter, torch.Tensor] = {}
 
@@ -33,23 +38,26 @@ class PlainGradients:
         self._summed.clear()
 
     @torch.no_grad()
-    def share_out(self, group: Group) -> None:
+    def share_out(self, group: Group, divisor: int = 1) -> None:
         """Divide gradients that are summed into equal shares of the ranks: a backward pass adds its local ones to them."""
         grads = [grad for p, grad in self._summed.items() if p.grad is grad]
-        if grads:
-            torch._foreach_div_(grads, group.size)
+        if grads and divisor != group.size:
+            torch._foreach_div_(grads, group.size / divisor)
         self.forget()
 
     @torch.no_grad()
-    def sum(self, parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+    def sum(self, parameters: Sequence[torch.nn.Parameter], group: Group, divisor: int = 1) -> None:
         """Sum those gradients of ``parameters`` over ``group`` that are not summed. Collective if any parameter is ordinary."""
         plain = [p for p in parameters if not isinstance(p, DistributedParameter)]
         if group.size == 1 or not plain:
             return
         is_local = self._local_on_any_rank(plain, group)
         unsummed = [p for p, summand in zip(plain, is_local, strict=True) if summand]
+        if unsummed and not self._are_compared and divisor != group.size:  # the mean of what is alike is what it was
+            self._are_compared = True
+            _warn_if_alike(unsummed, group)
         for bucket in _buckets(unsummed):
-            _sum_bucket(bucket, group)
+            _sum_bucket(bucket, group, divisor)
         for p in unsummed:
             assert p.grad is not None
             self._summed[p] = p.grad
@@ -79,6 +87,22 @@ class PlainGradients:
         return found
 
 
+def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+    """Warn, on rank 0, if the gradients that are not zero are alike on all ranks. Collective; the host waits for the device."""
+    norms = torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in parameters], dtype=torch.float64)
+    extremes = torch.stack([norms, -norms])
+    group.all_reduce(extremes, "max").wait()
+    largest, smallest = extremes[0], -extremes[1]
+    if group.rank == 0 and largest.any() and torch.equal(largest, smallest):
+        warnings.warn(
+            f"The gradients of the {len(parameters)} ordinary parameters are alike on all {group.size} ranks, as if the program had"
+            " reduced them, and OptimManager sums them over the ranks once more. Leave that to it, or pass"
+            " OptimManager(sum_plain_gradients=False). If all ranks have the same data, all is well. This is said once.",
+            UserWarning,
+            stacklevel=6,
+        )
+
+
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Yield ``parameters`` by device and dtype, of at most ``MAX_ELEMENTS`` elements at a time if they are several."""
     filling: dict[Any, tuple[list[torch.nn.Parameter], int]] = {}
@@ -93,7 +117,7 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn
         yield bucket
 
 
-def _sum_bucket(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
+def _sum_bucket(parameters: Sequence[torch.nn.Parameter], group: Group, divisor: int) -> None:
     grads = []
     for p in parameters:
         if p.grad is None:
@@ -102,5 +126,7 @@ def _sum_bucket(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
     wide = torch.promote_types(parameters[0].dtype, torch.float32)
     flat = torch.cat([grad.reshape(-1).to(wide) for grad in grads])
     group.all_reduce(flat).wait()
+    if divisor != 1:
+        flat /= divisor
     parts = torch.split(flat, [grad.numel() for grad in grads])
     torch._foreach_copy_(grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])

@@ -56,7 +56,8 @@ def train_step(
     for their weight gradients stays for one micro-batch more.
 
     Gradients are added to ``.grad`` as those of ``manager.backward(loss)`` would be, with the manager's scale and division; without
-    a manager they are those of ``loss.backward()`` on every rank, sums over all ranks. Then clip and step as usual::
+    a manager they are those of ``loss.backward()`` on every rank: sums over all ranks, or means in a run of
+    ``init_distributed(gradients="mean")``. Then clip and step as usual::
 
         loss = train_step(model, loss_fn, (ids, targets), "1f1b", num_micro_batches=8, manager=optim_manager)
         optim_manager.step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,26 +12,30 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_core.errors import ConfigError
+from bmt_core.init.parameter_init import init_parameters
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.distributed_module import (
+    check_can_be_sharded,
     extend,
     reduce_extended,
     refuse_assign,
-    refuse_writing_forward,
     replace_by_part,
     whole_value,
 )
+from bmt_core.modules.other_wrappers import NotForFsdp
 from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
+from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import never_compiled
+from bmt_zero.adapters import see_whole_adapters
 from bmt_zero.schedule.block_engine import BlockEngine
 
 
-class Block(nn.Module):
+class Block(NotForFsdp, nn.Module):
     """Shard ``inner_module`` by ZeRO, as one unit, with activation checkpointing.
 
     The block *is* the inner module: the same object, with the block's behaviour added to its class, so names,
@@ -64,7 +69,7 @@ class Block(nn.Module):
                 f"This {type(inner_module).__name__} is a Block already. Wrap a module once and share the Block."
             )
         current()
-        refuse_writing_forward(inner_module)
+        check_can_be_sharded(inner_module)
         extend(inner_module, cls)
         assert isinstance(inner_module, Block)
         return inner_module
@@ -92,6 +97,7 @@ class Block(nn.Module):
             compile=compile,
         )
         materialize_buffers(self.modules(), current().device)
+        see_whole_adapters(self.modules())
         self._bmt_block.block.refresh(self)
         check_values_at_first_call(self)
         for parameter in self._bmt_block.block.parameters():
@@ -120,6 +126,16 @@ class Block(nn.Module):
     def set_use(self, use: BlockUse) -> None:
         """Say which of the step's calls the following calls of the block are; for schedules: see :class:`BlockUse`."""
         self._bmt_block.use = use
+
+    def init_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Initialise the block: see :func:`bmt_core.init_parameters`. An inner module's own method of this name goes first."""
+        own = getattr(super(), "init_parameters", functools.partial(init_parameters, self))
+        return own(*args, **kwargs)
+
+    def grouped_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """See :func:`bmt_core.grouped_parameters`. An inner module's own method of this name goes first."""
+        own = getattr(super(), "grouped_parameters", functools.partial(grouped_parameters, self))
+        return own(*args, **kwargs)
 
     @property
     def _zero_level(self) -> int:
@@ -163,16 +179,24 @@ class Block(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Whole tensors by the inner module's names. Collective."""
+        with self._bmt_parameters_shown():
+            result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+            if not keep_vars:
+                for key in [key for key in result if key.startswith(prefix)]:
+                    if isinstance(result[key], torch.Tensor):
+                        result[key] = whole_value(result[key])
+            return result
+
+    @contextmanager
+    def _bmt_parameters_shown(self) -> Iterator[None]:
+        """Inside, the modules hold the parameters, also while a backward pass is under way; for what saves them."""
         self._bmt_block.block.run.end_failed_passes()
         slots = self._bmt_block.block.slots
         slots.show_parameters()
-        result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
-        if not keep_vars:
-            for key in [key for key in result if key.startswith(prefix)]:
-                if isinstance(result[key], torch.Tensor):
-                    result[key] = whole_value(result[key])
-        slots.show_present()
-        return result
+        try:
+            yield
+        finally:
+            slots.show_present()
 
     def _load_from_state_dict(
         self,

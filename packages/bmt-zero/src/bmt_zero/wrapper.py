@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from bmt_core.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
-from bmt_core.modules.distributed_module import DistributedModule, extend, refuse_writing_forward
+from bmt_core.modules.distributed_module import DistributedModule, check_can_be_sharded, extend
 from bmt_core.params.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers
 from bmt_core.run.runtime import current
+from bmt_zero.adapters import count_whole_parameters, see_whole_adapters
 from bmt_zero.block import Block
 from bmt_zero.hugging_face import without_cache_in_recomputation
 from bmt_zero.schedule.zero_run import zero_run
@@ -33,7 +34,7 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     ``_init_weights`` of Hugging Face models and ``reset_parameters`` of modules. ``init=False`` draws nothing, for a
     model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
     """
-    refuse_writing_forward(model)
+    check_can_be_sharded(model)
     zero_run()  # which gathers parameters outside of Blocks together
     # All at once: buffers that several modules hold stay one tensor.
     materialize_buffers(model.modules(), current().device)
@@ -50,6 +51,8 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
         if module is model or module._parameters:
             extend(module, DistributedModule)
         without_cache_in_recomputation(module)
+        count_whole_parameters(module)
+    see_whole_adapters(list(_modules_outside(model)))
     if init is False:
         initialize_unsaved_buffers(model)
         check_values_at_first_call(model)

@@ -16,3 +16,5 @@ from bmtrain import _lazy
 __version__ = version("bmt-train")
 
 _lazy.make_lazy(sys.modules[__name__])
+if _lazy.InternalsFinder not in sys.meta_path:
+    sys.meta_path.append(_lazy.InternalsFinder)

@@ -1,10 +1,13 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
+from bmt_core import BlockUse as BlockUse
 from bmt_core import BmtError as BmtError
 from bmt_core import CheckpointError as CheckpointError
 from bmt_core import ConfigError as ConfigError
 from bmt_core import DistributedModule as DistributedModule
 from bmt_core import DistributedParameter as DistributedParameter
+from bmt_core import Locality as Locality
+from bmt_core import MeshAxis as MeshAxis
 from bmt_core import NotInitializedError as NotInitializedError
 from bmt_core import ParameterInitializer as ParameterInitializer
 from bmt_core import PluginError as PluginError
@@ -25,6 +28,7 @@ from bmt_core import shutdown as shutdown
 from bmt_core import sum_loss as sum_loss
 from bmt_core import synchronize as synchronize
 from bmt_core import wait_for_saves as wait_for_saves
+from bmt_core import whole_parameters as whole_parameters
 from bmt_core import world_size as world_size
 from bmt_pipeline import PipelineTransformerBlockList as PipelineTransformerBlockList
 from bmt_zero import Block as Block

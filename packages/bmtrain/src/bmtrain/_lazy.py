@@ -11,14 +11,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from bmtrain._table import FILE_MODULES, INSTALL_HINTS, TABLE, Home, submodules
+from bmtrain._table import FILE_MODULES, INSTALL_HINTS, INTERNALS, OLD_PATHS, TABLE, Home, children, submodules
+
+MODULES = {**TABLE, **OLD_PATHS}
 
 
 def make_lazy(module: ModuleType) -> None:
     """Give ``module`` the names and submodules that the table lists for it."""
     # Most modules of BMTrain have names of the table only, so they need no files. They are put in sys.modules now, because
     # the import statement would otherwise replace the function `bmtrain.synchronize` by the module of that name.
-    for name in submodules(module.__name__):
+    for name in children(module.__name__):
         full_name = f"{module.__name__}.{name}"
         if full_name in FILE_MODULES:
             continue
@@ -28,11 +30,34 @@ def make_lazy(module: ModuleType) -> None:
         child.__package__ = full_name
         sys.modules[full_name] = child
         make_lazy(child)
-        if name not in TABLE[module.__name__]:
+        if name not in MODULES[module.__name__]:
             setattr(module, name, child)
     namespace = vars(module)
     namespace["__getattr__"] = partial(_look_up, module)
     namespace["__dir__"] = partial(_list_names, module)
+
+
+class InternalsFinder:
+    """Last in ``sys.meta_path``: says of BMTrain's internals what they are, where an import would say that they are not found."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """Raise ImportError if ``name`` is a module of :data:`INTERNALS`, or below a module of :data:`OLD_PATHS`."""
+        if _is_internal(*name.rpartition(".")[::2]):
+            raise ImportError(_about_internal(name), name=name)
+
+
+def _is_internal(module: str, name: str) -> bool:
+    return f"{module}.{name}" in INTERNALS or module in OLD_PATHS
+
+
+def _about_internal(full_name: str) -> str:
+    names = OLD_PATHS.get(full_name.rpartition(".")[0])
+    here = f" Of this module bmt has {', '.join(names)}." if names else ""
+    asked = full_name.replace("bmtrain", "bmt", 1)
+    return (
+        f"{asked} is an internal of BMTrain, and bmt has nothing like it.{here} See 'Old paths' in docs/migration.md."
+    )
 
 
 def resolve(home: Home, asked: str) -> Any:
@@ -52,10 +77,12 @@ def _missing(home: Home, asked: str) -> str:
 
 
 def _look_up(module: ModuleType, name: str) -> Any:
-    names = TABLE[module.__name__]
+    names = MODULES[module.__name__]
     asked = f"bmt{module.__name__.removeprefix('bmtrain')}.{name}"
     if (full_name := f"{module.__name__}.{name}") in FILE_MODULES:
         return importlib.import_module(full_name)
+    if name not in names and _is_internal(module.__name__, name) and not name.startswith("__"):
+        raise AttributeError(_about_internal(full_name), name=name, obj=module)
     if name not in names:
         close = difflib.get_close_matches(name, [*names, *submodules(module.__name__)], n=1)
         hint = f" Did you mean '{close[0]}'?" if close and not name.startswith("__") else ""
@@ -68,7 +95,7 @@ def _look_up(module: ModuleType, name: str) -> Any:
 def _list_names(module: ModuleType) -> list[str]:
     """List the names whose packages are installed, so that tools can read every listed name."""
     names = {
-        name for name, home in TABLE[module.__name__].items() if importlib.util.find_spec(home.package) is not None
+        name for name, home in MODULES[module.__name__].items() if importlib.util.find_spec(home.package) is not None
     }
     special = {name for name in vars(module) if name.startswith("__")} - {"__getattr__", "__dir__"}
     return sorted({*special, *names, *submodules(module.__name__)})

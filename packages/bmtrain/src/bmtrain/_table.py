@@ -1,10 +1,11 @@
-"""``TABLE``: where the names of the facade's modules come from, as module → name → :class:`Home`.
+"""``TABLE``: where the names of the facade's modules come from, as module → name → :class:`Home`; ``OLD_PATHS``: of other modules.
 
-``tools/facade_stubs.py`` writes the stubs (``*.pyi``) from this table. A test compares the table, the stubs and the packages.
+``tools/facade_stubs.py`` writes the stubs (``*.pyi``) from ``TABLE``. A test compares the table, the stubs and the packages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -42,10 +43,10 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from(
             "bmt_core",
             """
-            BmtError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
-            ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
+            BlockUse BmtError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
+            Locality MeshAxis ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
             init_parameters is_initialized latest load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
-            wait_for_saves world_size
+            wait_for_saves whole_parameters world_size
             """,
         ),
         **_from("bmtrain.global_var", "config"),
@@ -58,7 +59,10 @@ TABLE: dict[str, dict[str, Home]] = {
     "bmtrain.benchmark": _from("bmt_core.benchmark", "all_gather reduce_scatter send_recv"),
     "bmtrain.block_layer": _BLOCKS,
     "bmtrain.distributed": _COLLECTIVES,
-    "bmtrain.init": _from("bmt_core", "init_distributed is_initialized"),
+    "bmtrain.init": {
+        **_from("bmt_core", "init_distributed is_initialized"),
+        "topology": Home("bmt_core", "Topology"),
+    },
     "bmtrain.inspect": _from(
         "bmt_core.inspect", "format_summary inspect_model inspect_tensor record_tensor summary_table"
     ),
@@ -77,12 +81,53 @@ TABLE: dict[str, dict[str, Home]] = {
         "bmt_optim", "AdamOffloadOptimizer AdamOptimizer OptimManager available create param_groups"
     ),
     "bmtrain.optim.optim_manager": _from("bmt_optim", "OptimManager"),
-    "bmtrain.param_init": _from("bmt_core", "grouped_parameters init_parameters"),
+    "bmtrain.param_init": _from("bmt_core", "grouped_parameters init_parameters iterate_parameters"),
     "bmtrain.parameter": _from("bmt_core", "DistributedParameter ParameterInitializer"),
     "bmtrain.pipe_layer": _from("bmt_pipeline", "PipelineTransformerBlockList"),
     "bmtrain.synchronize": {**_from("bmt_core", "gather_result sum_loss synchronize"), **_WAIT_LOADER},
-    "bmtrain.wrapper": _from("bmt_zero", "BMTrainModelWrapper"),
+    "bmtrain.wrapper": {
+        **_from("bmt_zero", "BMTrainModelWrapper"),
+        "make_distributed": Home("bmt_zero", "BMTrainModelWrapper"),
+        "model_wrapper_dispatch": Home("bmt_zero", "BMTrainModelWrapper"),
+    },
 }
+
+OLD_PATHS: dict[str, dict[str, Home]] = {
+    "bmtrain.benchmark.all_gather": _from("bmt_core.benchmark", "all_gather"),
+    "bmtrain.benchmark.reduce_scatter": _from("bmt_core.benchmark", "reduce_scatter"),
+    "bmtrain.benchmark.send_recv": _from("bmt_core.benchmark", "send_recv"),
+    "bmtrain.benchmark.utils": _from("bmtrain.utils", "print_rank round_up"),
+    "bmtrain.distributed.ops": _COLLECTIVES,
+    "bmtrain.inspect.format": _from("bmt_core.inspect", "format_summary"),
+    "bmtrain.inspect.model": _from("bmt_core.inspect", "inspect_model"),
+    "bmtrain.inspect.tensor": _from("bmt_core.inspect", "inspect_tensor record_tensor"),
+    "bmtrain.loss.cross_entropy": _from("bmt_core.loss", "FusedCrossEntropy"),
+    "bmtrain.lr_scheduler.cosine": _from("bmt_optim.lr_scheduler", "Cosine"),
+    "bmtrain.lr_scheduler.exponential": _from("bmt_optim.lr_scheduler", "Exponential"),
+    "bmtrain.lr_scheduler.linear": _from("bmt_optim.lr_scheduler", "Linear"),
+    "bmtrain.lr_scheduler.no_decay": _from("bmt_optim.lr_scheduler", "NoDecay"),
+    "bmtrain.lr_scheduler.noam": _from("bmt_optim.lr_scheduler", "Noam"),
+    "bmtrain.nn.column_parallel_linear": _from("bmt_tp", "ColumnParallelLinear"),
+    "bmtrain.nn.linear": _from("bmt_core.nn", "Linear OpLinear"),
+    "bmtrain.nn.parallel_embedding": _from("bmt_tp", "VPEmbedding"),
+    "bmtrain.nn.row_parallel_linear": _from("bmt_tp", "RowParallelLinear"),
+    "bmtrain.optim._function": _from(
+        "bmtrain._adam_functions", "adam_bf16 adam_cpu adam_fp16 bf16_from_fp32 fp16_from_fp32"
+    ),
+    "bmtrain.optim.adam": _from("bmt_optim", "AdamOptimizer"),
+    "bmtrain.optim.adam_offload": _from("bmt_optim", "AdamOffloadOptimizer"),
+}
+"""Modules of BMTrain that scripts import from; they have no stubs. What else was in them is an internal."""
+
+INTERNALS = (
+    "bmtrain.C",
+    "bmtrain.benchmark.shape",
+    "bmtrain.checkpointing",
+    "bmtrain.hook_func",
+    "bmtrain.nccl.enums",
+    "bmtrain.zero_context",
+)
+"""Modules of BMTrain that mean nothing here: importing one raises an error that says so."""
 
 
 FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.store", "bmtrain.utils")
@@ -99,15 +144,20 @@ INSTALL_HINTS = {
 """How a user installs each package that names come from."""
 
 
+def children(module: str) -> list[str]:
+    """Return the last parts of the names of all modules directly below ``module``, old paths included."""
+    return _below(module, (*TABLE, *FILE_MODULES, *OLD_PATHS))
+
+
 def submodules(module: str) -> list[str]:
     """Return the last parts of the names of the public modules directly below ``module``, in the table or in a file.
 
     >>> submodules("bmtrain.optim")
     ['optim_manager']
     """
+    return _below(module, (*TABLE, *FILE_MODULES))
+
+
+def _below(module: str, names: Iterable[str]) -> list[str]:
     prefix = f"{module}."
-    return [
-        name.removeprefix(prefix)
-        for name in (*TABLE, *FILE_MODULES)
-        if name.startswith(prefix) and "." not in name[len(prefix) :]
-    ]
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix) and "." not in name[len(prefix) :]]

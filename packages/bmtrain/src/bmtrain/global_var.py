@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from bmt_core import Runtime, current, is_initialized, rank, world_size
 from bmtrain._streams import EVENTS, STREAMS, stream_or_event
 
-__all__ = ["RunConfig", "config", "rank", "world_size"]
+__all__ = ["ConfigMap", "RunConfig", "config", "rank", "world_size"]
 
 
-class RunConfig(Mapping[str, Any]):
-    """A read-only view of the current run.
+class RunConfig(MutableMapping[str, Any]):
+    """A view of the current run.
+
+    A known key may be assigned in a run, and is answered until the run ends. ``micros`` is then the number of micro-batches. bmt
+    itself reads none of the others: assigning something else than the run has warns.
 
     Groups that a run does not have, such as ``tp_comm`` with tp_size 1, are groups of one rank. Before ``init_distributed()``
     there are only the keys ``initialized`` (False), ``rank`` (0) and ``world_size`` (1).
@@ -24,7 +30,30 @@ class RunConfig(Mapping[str, Any]):
             raise KeyError(f"No config key is named {key!r}. Known: {', '.join(_VALUES)}.")
         if key in _BEFORE_INIT and not is_initialized():
             return _BEFORE_INIT[key]
-        return _VALUES[key](current())
+        assigned = _assigned.get(current(), {})
+        return assigned[key] if key in assigned else _VALUES[key](current())
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        before, run = self[key], current()
+        if key == "micros":
+            run.settings = replace(run.settings, num_micro_batches=value)
+            return
+        if value is not before and value != before and key not in (*STREAMS, *EVENTS):
+            warnings.warn(
+                f"config[{key!r}] was assigned, and is answered to who asks; the run itself goes on with {before!r}."
+                " Say it to init_distributed() instead.",
+                stacklevel=2,
+            )
+        _assigned.setdefault(run, {})[key] = value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            self[name] = value
+        except KeyError as error:
+            raise AttributeError(str(error.args[0])) from None
+
+    def __delitem__(self, key: str) -> NoReturn:
+        raise TypeError("Keys of config cannot be deleted: they describe the run.")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -67,4 +96,7 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "pp_tp_zero_comm": lambda run: run.topology.shard_group(("pp", "tp")),
     **{name: partial(stream_or_event, name=name) for name in (*STREAMS, *EVENTS)},
 }
+_assigned: WeakKeyDictionary[Runtime, dict[str, Any]] = WeakKeyDictionary()
 config = RunConfig()
+
+ConfigMap = RunConfig  # BMTrain's name

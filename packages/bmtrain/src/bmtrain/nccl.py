@@ -14,6 +14,10 @@ from bmt_core import Group, ReduceOp, current
 
 Memory = torch.Tensor | torch.TypedStorage | torch.UntypedStorage
 
+__path__: list[
+    str
+] = []  # BMTrain's nccl is a package: who imports its internals is told what they are, by bmtrain._lazy
+
 # Sends and receives since the outermost groupStart(): group, tensor, peer.
 _sends: list[tuple[Group, torch.Tensor, int]] = []
 _recvs: list[tuple[Group, torch.Tensor, int]] = []

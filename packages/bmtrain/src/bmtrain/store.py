@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import nn
 
+from bmt_core import current, is_initialized
 from bmt_core.checkpoint import load, save
 from bmt_core.checkpoint.format import TensorEntry
 from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
@@ -14,8 +16,17 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
 from bmt_core.comm.protocols import Group
+from bmt_core.modules.layer_list import LayerList
 
-__all__ = ["_save_to_rank0", "allgather_objects", "broadcast_object", "load", "save"]
+__all__ = [
+    "_save_to_infer_model",
+    "_save_to_local_rank0",
+    "_save_to_rank0",
+    "allgather_objects",
+    "broadcast_object",
+    "load",
+    "save",
+]
 
 
 def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
@@ -23,15 +34,65 @@ def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, 
 
     Returns ``destination``, by default a new dictionary, which stays as it was on other ranks. Names get ``prefix``.
     """
+    return _save_to(world_group().rank == 0, model, destination, prefix)
+
+
+def _save_to_local_rank0(
+    model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """Do what :func:`_save_to_rank0` does, on the first rank of every host. Collective."""
+    return _save_to(_is_first_of_host(), model, destination, prefix)
+
+
+def _save_to_infer_model(
+    model: nn.Module, infer_model: Any, destination: dict[str, Any] | None = None, prefix: str = ""
+) -> None:
+    """Give the first rank of every host the state dict of ``model``, in its ``infer_model``. Collective.
+
+    Calls ``infer_model.load_layer_state_dict(state)`` with the state of each layer of a ``TransformerBlockList``, and last with all
+    else, added to ``destination``. All tensors are in host memory at first, each until the call that it is for returns.
+    """
+    state = _save_to_local_rank0(model, None, prefix)
+    if not _is_first_of_host():
+        return
+    lists = [(name, child) for name, child in model.named_modules() if isinstance(child, LayerList)]
+    layers = [f"{prefix}{name}.{number}." for name, child in lists for number in child._modules]
+    for layer in layers:
+        names = [name for name in state if name.startswith(layer)]
+        infer_model.load_layer_state_dict(OrderedDict((name, state.pop(name)) for name in names))
+    infer_model.load_layer_state_dict(state if destination is None else {**destination, **state})
+
+
+def _is_first_of_host() -> bool:
+    return not is_initialized() or current().launch.local_rank == 0
+
+
+def _save_to(is_wanted: bool, model: nn.Module, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
+    """Put the state of ``model`` into ``destination`` on the ranks that pass ``is_wanted`` true. Collective."""
     result: dict[str, Any] = OrderedDict() if destination is None else destination
-    group = world_group()
-    state = WholeState(lambda: LocalState.of_model(model), "_save_to_rank0")
-    with collective_section(group, "_save_to_rank0"):
+    group, what = world_group(), "saving to the memory of ranks"
+    state = WholeState(lambda: LocalState.of_model(model), what)
+    with collective_section(group, what):
         by_name = dict(state.tensors(keep=group.rank == 0))
-    if group.rank == 0:
+    if any(all_gather_object(is_wanted, group)[1:]):
+        for name, entry in state.index.entries.items():
+            if isinstance(entry, TensorEntry) and entry.source == name:
+                whole = _from_rank_0(by_name.get(name), entry, group)
+                if is_wanted:
+                    by_name[name] = whole
+    if is_wanted:
         for name, entry in state.index.entries.items():
             result[prefix + name] = by_name[entry.source] if isinstance(entry, TensorEntry) else entry
     return result
+
+
+def _from_rank_0(tensor: torch.Tensor | None, entry: TensorEntry, group: Group) -> torch.Tensor:
+    """Return rank 0's host ``tensor`` in the host memory of every rank. Collective."""
+    device = current().device
+    sent = torch.empty(entry.shape, dtype=entry.dtype, device=device) if tensor is None else tensor.to(device)
+    if sent.numel():
+        group.broadcast(sent, 0).wait()
+    return sent.cpu()
 
 
 def broadcast_object(obj: object, comm: Group, src: int = 0) -> Any:

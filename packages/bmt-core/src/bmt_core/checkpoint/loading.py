@@ -27,10 +27,12 @@ from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
 
 
-def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None) -> Any:
-    """Read ``path``, written by any number of ranks in any grid, into ``model``. Collective.
+def load(
+    model: nn.Module, file_name: str | os.PathLike[str], strict: bool = True, *, format: FormatChoice = None
+) -> Any:
+    """Read ``file_name``, written by any number of ranks in any grid, into ``model``. Collective.
 
-    ``path`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face or of
+    ``file_name`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face or of
     ``torch.distributed.checkpoint``. Every
     rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts of the model, as pipeline stages
     do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise rank 0, which alone needs
@@ -42,7 +44,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], strict: bool = True, *,
     ``(missing_keys, unexpected_keys)``.
     """
     wait_for_saves()
-    with prepared_load(model, Path(path), strict=strict, format=format) as load_model:
+    with prepared_load(model, Path(file_name), strict=strict, format=format) as load_model:
         return load_model()
 
 

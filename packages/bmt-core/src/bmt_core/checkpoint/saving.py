@@ -23,20 +23,22 @@ from bmt_core.errors import CheckpointError
 
 
 def save(
-    model: nn.Module, path: str | os.PathLike[str], non_blocking: bool = False, *, format: FormatChoice = None
+    model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False, *, format: FormatChoice = None
 ) -> None:
-    """Write the state dict of ``model`` to ``path``, as whole tensors under the names of the plain model. Collective.
+    """Write the state dict of ``model`` to ``file_name``, as whole tensors under the names of the plain model. Collective.
 
     In the torch format, which is the default, the file is what ``torch.save(model.state_dict())`` of the unwrapped
-    model writes: ``torch.load(path, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
-    accepts it. A ``path`` that ends in ``.safetensors`` is written in that format. If ``path`` is a directory, or ends in a slash,
+    model writes: ``torch.load(file_name, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
+    accepts it. A ``file_name`` that ends in ``.safetensors`` is written in that format. If it is a directory, or ends in a slash,
     every rank writes one safetensors file in it, and rank 0 the index that Hugging Face's ``from_pretrained`` reads; all ranks
-    must share that directory. A ``path`` that ends in ``.dcp`` is a directory for ``torch.distributed.checkpoint``. Tied
+    must share that directory. A ``file_name`` that ends in ``.dcp`` is a directory for ``torch.distributed.checkpoint``. Tied
     parameters are stored once. If ranks hold different parts of the model, as pipeline stages do, the checkpoint has all parts.
-    A tensor that is not distributed (a buffer or a plain parameter) is taken from the first rank that has it.
+    A tensor that is not distributed (a buffer or a plain parameter) is taken from the first rank that has it. Modules save
+    themselves by their hooks and ``_save_to_state_dict``; one's own ``state_dict`` is not called, because libraries call
+    ``save`` in it.
 
     One tensor is gathered at a time. Of a file, only rank 0 keeps them in host memory: all of them in the torch format, one in
-    the safetensors format. The write is atomic: if the program dies at any moment, the previous checkpoint at ``path`` is still
+    the safetensors format. The write is atomic: if the program dies at any moment, the previous checkpoint is still
     there. With ``non_blocking`` the tensors are copied to the host now and written on a thread; the next ``save``, ``load`` or
     :func:`wait_for_saves` raises an error that happens there.
 
@@ -45,10 +47,10 @@ def save(
     """
     wait_for_saves()
     group = world_group()
-    target = Path(path)
+    target = Path(file_name)
     what = f"saving {target}"
     with collective_section(group, what):
-        is_directory = str(path).endswith("/") or target.is_dir()
+        is_directory = str(file_name).endswith("/") or target.is_dir()
     is_directory = broadcast_object(is_directory, group)
     with collective_section(group, what):
         chosen = choose_directory_format(target) if format is None else None

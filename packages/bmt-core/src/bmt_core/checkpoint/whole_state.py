@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
@@ -37,7 +39,7 @@ class LocalState:
     @classmethod
     def of_model(cls, model: nn.Module) -> LocalState:
         """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored."""
-        state = model.state_dict(keep_vars=True)  # with the parameters themselves, which are not gathered
+        state = _state_with_parameters(model)
         first_names: dict[Any, str] = {}
         entries: dict[str, Any] = {}
         for name, value in state.items():
@@ -68,6 +70,33 @@ class LocalState:
         like = {name: _like(value) for name, value in self.values.items()}
         own = {name: own_axes([p]) for name, p in like.items() if isinstance(p, DistributedParameter)}
         return Report(tensors, to_bytes(extra), self.metadata, own)
+
+
+def _state_with_parameters(model: nn.Module) -> dict[str, Any]:
+    """Return what ``nn.Module.state_dict(keep_vars=True)`` returns: with the parameters themselves, which are not gathered.
+
+    A module's own ``state_dict`` is not called: libraries override it to call ``save`` or BMTrain's ``_save_to_rank0``.
+    """
+    state: Any = OrderedDict()
+    state._metadata = OrderedDict()
+    result: dict[str, Any] = _with_module(state, model, "")
+    return result
+
+
+def _with_module(state: Any, module: nn.Module, prefix: str) -> Any:
+    """Add what ``module`` and all below it save to ``state``; return it, or what a hook returns in its place."""
+    metadata = state._metadata[prefix[:-1]] = {"version": module._version}
+    with getattr(module, "_bmt_parameters_shown", nullcontext)():
+        for before in module._state_dict_pre_hooks.values():
+            before(module, prefix, True)
+        module._save_to_state_dict(state, prefix, True)
+        for name, child in module._modules.items():
+            if child is not None:
+                _with_module(state, child, f"{prefix}{name}.")
+        for after in module._state_dict_hooks.values():
+            replaced = after(module, state, prefix, metadata)
+            state = state if replaced is None else replaced
+    return state
 
 
 class Report(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None
     with initializing():
         _run_init_methods(model)
     initialize_modules(model, init)
+
+
+def iterate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield each parameter of ``model`` once: this rank's part. BMTrain's name of ``model.parameters()``."""
+    yield from model.parameters()
 
 
 def _run_init_methods(model: nn.Module) -> None:

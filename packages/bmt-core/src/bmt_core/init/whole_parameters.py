@@ -63,6 +63,7 @@ class WholeParameters:
         for module in self._own:
             module.__dict__["_parameters"] = _WholeWhenRead(module, self._read)
         for parameter, state in self._states.items():
+            parameter._is_lent = True
             _lend_placeholder(parameter, state)
         return self
 
@@ -72,6 +73,7 @@ class WholeParameters:
         lost = [state.name for p, state in self._states.items() if p not in self._whole and p._version != state.version]
         for parameter, state in self._states.items():
             lend_data(parameter, state.part)
+            parameter._is_lent = False
             if not state.has_values or (state.is_target and parameter in self._whole):  # still whole after an error
                 mark_uninitialized(parameter)  # again: lend_data changed its version
         if lost and error is None:
@@ -193,7 +195,7 @@ def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Te
     buffer = torch.empty_like(everything[: min(2**24, max(2**8, len(everything) // 16))])
     for piece in torch.split(everything, len(buffer)):
         summed = buffer[: len(piece)].copy_(piece)
-        parameter.group.all_reduce(summed).wait()
+        parameter.shard_group.all_reduce(summed).wait()
         piece.copy_(summed)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
+from bmt_core.modules.other_wrappers import NotForFsdp
 from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import require_values
@@ -15,7 +16,7 @@ from bmt_core.params.uninitialized import require_values
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class DistributedModule(nn.Module):
+class DistributedModule(NotForFsdp, nn.Module):
     """``nn.Module`` with sharded parameters.
 
     Reading an attribute that is a :class:`DistributedParameter` gives the whole tensor, gathered (collective; once
@@ -77,12 +78,17 @@ def refuse_assign(metadata: dict[str, Any]) -> None:
         )
 
 
-def refuse_writing_forward(root: nn.Module) -> None:
-    """Raise :class:`ConfigError` if ``root`` holds a module of torch's that writes its parameters in its forward.
+def check_can_be_sharded(root: nn.Module) -> None:
+    """Raise :class:`ConfigError` if ``root`` holds a module of torch's that must own its parameters.
 
-    It would write the gathered copy, which nobody keeps.
+    One that writes them in its forward would write the gathered copy, which nobody keeps. One that was scripted keeps them in C++.
     """
     for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name or 'The module'} is a module of torch.jit.script, whose parameters cannot be sharded. Leave the module"
+                " as it was, and script functions inside of it."
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             kind = type(module).__name__
             raise ConfigError(
@@ -133,10 +139,15 @@ _extended: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _make_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    name = f"{mixin.__name__}[{base.__name__}]"
-    return type(
-        name, (mixin, base), {"__module__": base.__module__, "__qualname__": name, "_bmt_extends": (mixin, base)}
-    )
+    # It has the name of ``base``, which libraries compare and write into files; printing it shows what was added.
+    shown = f"{mixin.__name__}[{base.__dict__.get('_bmt_shown_as', base.__name__)}]"
+    own = {"_bmt_extends": (mixin, base), "_bmt_shown_as": shown, "_get_name": _shown_name}
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__, **own})
+
+
+def _shown_name(module: Any) -> str:
+    shown: str = type(module)._bmt_shown_as
+    return shown
 
 
 def extend(module: nn.Module, mixin: type[nn.Module]) -> None:

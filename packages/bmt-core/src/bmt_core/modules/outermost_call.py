@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from bmt_core.errors import ConfigError
+from bmt_core.modules.gathered_copy import as_gathered_copy, refuse_written
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.random_numbers import rank_random
@@ -22,12 +24,24 @@ class _Gathered(NamedTuple):
     parameter: DistributedParameter
     version: int
     full: torch.Tensor
+    full_version: int
+
+    @classmethod
+    def now(cls, parameter: DistributedParameter, full: torch.Tensor) -> _Gathered:
+        """Return what says that ``full`` was gathered now."""
+        return cls(parameter, parameter._version, full, 0 if full.is_inference() else full._version)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody wrote to the whole parameter, as far as torch counts."""
+        return not self.full.is_inference() and self.full._version != self.full_version
 
 
 class _OutermostCall(threading.local):
     def __init__(self) -> None:  # not attributes of the class, which torch 2.11's compiler takes for constants
         self.depth = 0
         self.reads_parts = False
+        self.is_refused = False
         self.gathered: dict[tuple[int, bool, bool], _Gathered] = {}
 
 
@@ -40,6 +54,10 @@ def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> 
 
     The code draws the rank's own random numbers, unless ``own_random`` is False.
     """
+    if _call.is_refused:
+        raise ConfigError(
+            "A module was called inside whole_parameters(), where parameters may be read and written only. Call it after."
+        )
     if _call.depth > 0 or not is_initialized():
         yield
         return
@@ -51,7 +69,7 @@ def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> 
             if module is not None:
                 ends = _begin(module)
             yield
-            read = [found.parameter for found in _call.gathered.values()] if _call.gathered else []
+            read = _read_parameters() if _call.gathered else []
         finally:
             _call.depth -= 1
             _call.gathered.clear()
@@ -67,6 +85,21 @@ def reading_parts() -> Iterator[None]:
         yield
     finally:
         _call.reads_parts = before
+
+
+@contextmanager
+def refusing_calls() -> Iterator[None]:
+    """Inside, calling a module of bmt raises :class:`ConfigError`."""
+    before, _call.is_refused = _call.is_refused, True
+    try:
+        yield
+    finally:
+        _call.is_refused = before
+
+
+def is_call_under_way() -> bool:
+    """Whether the forward of a module of bmt runs, in which parameters are whole."""
+    return _call.depth > 0
 
 
 def is_gathered(tensor: torch.Tensor) -> bool:
@@ -85,13 +118,14 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     if _call.reads_parts:
         return parameter
     if _call.depth == 0:
-        return parameter.gather()
+        return as_gathered_copy(parameter.gather())
     key = id(parameter), torch.is_grad_enabled() and parameter.requires_grad, torch.is_inference_mode_enabled()
     found = _call.gathered.get(key)
     if found is None or found.version != parameter._version:
         owner = owner_of(parameter)
         full = None if owner is None else owner.read(parameter)
-        found = _Gathered(parameter, parameter._version, parameter.gather() if full is None else full)
+        full = parameter.gather() if full is None else full
+        found = _Gathered.now(parameter, full)
         _call.gathered[key] = found
     return found.full
 
@@ -110,9 +144,18 @@ def gather_as_leaves(parameters: Iterable[DistributedParameter]) -> list[tuple[t
         leaf = whole.detach().requires_grad_(whole.requires_grad)
         for has_grad in {parameter.requires_grad, False}:
             read = leaf if has_grad else leaf.detach()
-            _call.gathered[id(parameter), has_grad, False] = _Gathered(parameter, parameter._version, read)
+            _call.gathered[id(parameter), has_grad, False] = _Gathered.now(parameter, read)
         pairs.append((whole, leaf))
     return pairs
+
+
+@never_compiled
+def _read_parameters() -> list[DistributedParameter]:
+    """Return the parameters that the call under way has read; raise if it wrote to one."""
+    for found in _call.gathered.values():
+        if found.is_written:
+            refuse_written(found.full.shape)
+    return [found.parameter for found in _call.gathered.values()]
 
 
 @never_compiled

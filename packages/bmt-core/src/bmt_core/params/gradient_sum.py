@@ -74,21 +74,21 @@ class GradientSum:
         if self._flat is not None and self.is_first:
             self._flat = self._total = self._witness = None
 
-    def take(self, reduced: torch.Tensor, needed: Sequence[bool]) -> Callable[[], None] | None:
-        """Take the gradients from ``.grad`` and return what the lane shall do to add ``reduced`` to them, when it is there.
+    def take(self, reduced: torch.Tensor, needed: Sequence[bool], factor: float = 1.0) -> Callable[[], None] | None:
+        """Take the gradients from ``.grad`` and return what the lane shall do to add ``reduced * factor``, when it is there.
 
-        ``reduced`` is flat, of the parameters' dtype or float32, and zero where ``needed`` is False. It is kept as it
-        is, and there is nothing to do, if it is the first one and of the parameters' dtype. Say with :meth:`ready_at`
-        when the lane will be done.
+        ``reduced`` is flat, of the parameters' dtype or float32, and zero where ``needed`` is False. It is kept, and there is
+        nothing to do unless it is to be multiplied, if it is the first one and of the parameters' dtype. Say with
+        :meth:`ready_at` when the lane will be done.
         """
         dtype = self._parameters[0].dtype
         if self.is_first:
             self._taken, self._total = list(needed), None
             if reduced.dtype == dtype:
                 self._flat = reduced
-                return None
+                return None if factor == 1 else lambda: _multiply(reduced, factor)
             self._flat = flat = torch.empty_like(reduced, dtype=dtype)
-            return lambda: _copy(flat, reduced)
+            return lambda: _copy(flat, reduced, factor)
         if self._taken is None:
             self._take_present(needed)
         else:
@@ -98,7 +98,7 @@ class GradientSum:
         if total is None and dtype.itemsize < 4:
             self._total = total = torch.empty_like(flat, dtype=torch.float32)
             starts = True
-        return lambda: _add(flat, total, reduced, starts=starts)
+        return lambda: _add(flat, total, reduced, factor, starts=starts)
 
     def take_now(self, reduced: torch.Tensor, needed: Sequence[bool]) -> None:
         """:meth:`take` ``reduced``, which is there, and add it in the order of the computation."""
@@ -200,15 +200,23 @@ class GradientSum:
                 flat.copy_(sums)
 
 
-def _copy(flat: torch.Tensor, reduced: torch.Tensor) -> None:
-    flat.copy_(reduced)
+# Each multiplies in a pass over the memory that is there anyway, but for the first.
+def _multiply(reduced: torch.Tensor, factor: float) -> None:
+    reduced *= factor
 
 
-def _add(flat: torch.Tensor, total: torch.Tensor | None, reduced: torch.Tensor, *, starts: bool) -> None:
+def _copy(flat: torch.Tensor, reduced: torch.Tensor, factor: float) -> None:
+    if factor == 1:
+        flat.copy_(reduced)
+    else:
+        torch.mul(reduced, factor, out=flat)
+
+
+def _add(flat: torch.Tensor, total: torch.Tensor | None, reduced: torch.Tensor, factor: float, *, starts: bool) -> None:
     if total is None:
-        flat += reduced
+        flat.add_(reduced, alpha=factor)
         return
     if starts:
         total.copy_(flat)
-    total += reduced
+    total.add_(reduced, alpha=factor)
     flat.copy_(total)

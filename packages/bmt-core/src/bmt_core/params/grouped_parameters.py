@@ -1,4 +1,4 @@
-"""``grouped_parameters``: the parameters of a model by the group of ranks over which they are sharded."""
+"""``grouped_parameters``: the parameters of a model by the label that they were given, as in BMTrain."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from bmt_core.comm.protocols import Group
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import current
 
 
-def grouped_parameters(model: nn.Module) -> Iterator[tuple[Group, list[nn.Parameter]]]:
-    """Yield ``(group, parameters)`` for every group over which parameters of ``model`` are sharded, each parameter once.
+def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
+    """Yield ``(label, parameters)`` for each ``group`` that parameters of ``model`` were made with, each parameter once.
 
-    Parameters that are not distributed come with the group of all ranks.
+    The label is None for those that were given none, and for those that are not distributed. Communicates nothing.
     """
-    grouped: dict[tuple[int, ...], tuple[Group, list[nn.Parameter]]] = {}
+    grouped: dict[str | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        group = parameter.group if isinstance(parameter, DistributedParameter) else current().world
-        grouped.setdefault(group.ranks, (group, []))[1].append(parameter)
-    yield from grouped.values()
+        label = parameter.group if isinstance(parameter, DistributedParameter) else None
+        grouped.setdefault(label, []).append(parameter)
+    yield from grouped.items()

@@ -24,11 +24,12 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
+from bmt_core.params.random_fills import NoRandomFills, PartData
 from bmt_core.params.shard import Shard, even_ranges
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
 from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
 from bmt_core.run.locality import Locality, check_locality
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
     accumulates,
     has_gradient_hooks,
@@ -42,20 +43,22 @@ from bmt_core.torch_internals import (
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class DistributedParameter(OldParameterNames, torch.nn.Parameter):
+class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
     Every rank passes the same values (``init_distributed`` seeds alike) and keeps its part; nothing is communicated. It is
     sharded over all ranks, unless ``locality`` says otherwise for some axes of the rank grid: see :class:`Locality`. Where
     it is cut along a dim, ``data`` is this rank's slice. What a rank has for itself, such as the layers of a pipeline
     stage, is made inside :func:`local_along`. ``tp_mode`` and ``tp_split_dim`` are BMTrain's spelling for tensor
-    parallelism: cut along that dim, or with -1 replicated, each rank computing a share of the gradient. ``group`` is by
-    default all ranks that hold the same slice.
+    parallelism: cut along that dim, or with -1 replicated, each rank computing a share of the gradient. ``group`` is
+    BMTrain's label, any text, by which :func:`grouped_parameters` groups; or a :class:`Group`, of ranks over which to
+    shard, in place of all that hold the same slice.
 
     ``init_method`` is called by :func:`init_parameters` with the whole tensor, of :attr:`whole_shape`. ``data`` on the
     meta device has no values: the part gets memory, and must be initialised or loaded before it is read.
 
-    ``.grad`` is this rank's part of the gradient, *summed* over the group, in the parameter's dtype.
+    ``.grad`` is this rank's part of the gradient, in the parameter's dtype: *summed* over the group, or the mean over the ranks
+    that see different data where :func:`init_distributed` was told ``gradients="mean"``.
 
     Raises :class:`ConfigError` when ``group`` reaches over an axis along which the parameter is local.
     """
@@ -64,18 +67,20 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     locality: tuple[Locality, ...]
     """How the parameter lies along axes of the rank grid along which it is not just sharded."""
     _init_method: InitMethod | None
+    _group: str | None
     _in_block: bool
     owner_reference: OwnerReference | None
     _initialized: bool
     _shared: bool
     _flat_index: int | None
+    _is_lent = False  # whole, or a placeholder, while the model is initialised
 
     def __new__(
         cls,
         data: torch.Tensor,
         requires_grad: bool = True,
         init_method: InitMethod | None = None,
-        group: Group | None = None,
+        group: str | Group | None = None,
         tp_mode: bool = False,
         tp_split_dim: int = -1,
         *,
@@ -85,21 +90,27 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         _check(data)
         checked = check_locality([*tensor_locality(tp_mode, tp_split_dim), *locality], data.dim())
         checked = _made_local(checked, _own_along.get())
-        shard = whole_tensor_shard(data.shape, _checked_group(group, local_axes_of(checked)))
+        label, ranks = (group, None) if isinstance(group, str) else (None, group)
+        shard = whole_tensor_shard(data.shape, _checked_group(ranks, local_axes_of(checked)))
         self: DistributedParameter = make_subclass(cls, own_part(data, shard, runtime.device), requires_grad)
-        self._set_place(shard, init_method, checked)
+        self._set_place(shard, init_method, checked, label)
         if not has_values(data):
             mark_uninitialized(self)
         return self
 
     @property
-    def group(self) -> Group:
+    def group(self) -> str | None:
+        """The label that was given as ``group``; None without one."""
+        return self._group
+
+    @property
+    def shard_group(self) -> Group:
         """The ranks over which this parameter is sharded and its gradient is summed."""
         return self._shard.group
 
     @property
     def full_shape(self) -> torch.Size:
-        """Shape of the tensor that is sharded over :attr:`group`: of this rank's slice, where the parameter is cut."""
+        """Shape of the tensor that is sharded over :attr:`shard_group`: of this rank's slice, where the parameter is cut."""
         return self._shard.shape
 
     @property
@@ -111,14 +122,27 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         return torch.Size(shape)
 
     @property
+    def ds_shape(self) -> torch.Size:
+        """DeepSpeed's name of :attr:`whole_shape`, by which PEFT and other libraries size what they add to a sharded layer."""
+        return self.whole_shape
+
+    @property
     def local_axes(self) -> frozenset[str]:
         """The axes of the rank grid along which this parameter is not sharded, and its gradient not summed."""
         return local_axes_of(self.locality)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks of :attr:`group` are several and each keeps a part; ZeRO level 0 does not shard."""
-        return self.group.size > 1 and not self._shard.replicated
+        """Whether the ranks of :attr:`shard_group` are several and each keeps a part; ZeRO level 0 does not shard."""
+        return self.shard_group.size > 1 and not self._shard.replicated
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold other elements, or other layers of the model: a norm of this rank's is not the model's."""
+        if self._is_lent or self.is_sharded:
+            return not self._is_lent
+        local = [place.axis for place in self.locality if place.is_own or place.split_dim is not None]
+        return bool(local) and is_initialized() and any(current().topology.axis_size(axis) > 1 for axis in local)
 
     @property
     def replicas(self) -> int:
@@ -127,12 +151,13 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         A global norm is the sum of ``|local|**p / replicas`` over all parameters and all ranks.
         """
         sizes = [current().topology.axis_size(place.axis) for place in self.locality if place.gradients == "whole"]
-        return math.prod(sizes) * (self.group.size if self._shard.replicated else 1)
+        return math.prod(sizes) * (self.shard_group.size if self._shard.replicated else 1)
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
         """Return the whole tensor, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
 
-        Backward: the gradient is summed over :attr:`group`, in float32 for half types, and this rank keeps its part.
+        Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and this rank keeps its part, or its part
+        of the mean: see the class.
         Collective.
         """
         if not has_values(self):
@@ -184,10 +209,11 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
             if self._cuts():
                 whole = self.gather_all() if part is None else self.gather_all_like(part)
                 return whole if current().rank == rank else None
-            if rank not in self.group.ranks:  # it is sent the same values within a group of its own
+            if rank not in self.shard_group.ranks:  # it is sent the same values within a group of its own
                 return None
             self._wait_for_updates()
-            return self._shard.assemble_on(self.group.ranks.index(rank), self.detach() if part is None else part)
+            own = self.detach() if part is None else part
+            return self._shard.assemble_on(self.shard_group.ranks.index(rank), own)
 
     def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`."""
@@ -217,9 +243,9 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The local part; writes through it are seen: see [Note: aliasing]."""
+        """The local part; writes through it are seen: see [Note: aliasing]. Random fills raise: see :class:`NoRandomFills`."""
         self._wait_for_updates()
-        return self.detach()
+        return self.detach().as_subclass(PartData) if self.is_part else self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -235,14 +261,19 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch annotates nothing
         return (
             f"DistributedParameter(shape={tuple(self.full_shape)}, dtype={self.dtype}, device={self.device},"
-            f" elements {self._shard.start}:{self._shard.end} on rank {self.group.rank} of {self.group.size})"
+            f" elements {self._shard.start}:{self._shard.end} on rank {self.shard_group.rank} of {self.shard_group.size})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
+            if self.dim() != 1 or self.numel() != self._shard.end - self._shard.start:
+                raise ConfigError(
+                    "A parameter was copied while it is whole, inside whole_parameters(): the copy would not be sharded. Copy the"
+                    " module before or after."
+                )
             self._wait_for_updates()
             copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
-            copied._set_place(self._shard, self._init_method, self.locality)
+            copied._set_place(self._shard, self._init_method, self.locality, self._group)
             copied._set_history(self._history())
             if self.grad is not None:
                 copied.grad = self.grad.detach().clone()
@@ -252,7 +283,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._wait_for_updates()
-        place = (self._shard.shape, self._shard.ranges, self.group.ranks, self._shard.replicated)
+        place = (self._shard.shape, self._shard.ranges, self.shard_group.ranks, self._shard.replicated)
         arguments = (
             self.detach().clone(),
             self.requires_grad,
@@ -260,6 +291,7 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
             self._init_method,
             self.locality,
             self._history(),
+            self._group,
         )
         return _rebuild, arguments
 
@@ -285,9 +317,12 @@ class DistributedParameter(OldParameterNames, torch.nn.Parameter):
         found = [(place, place.split_dim) for place in self.locality if sizes.get(place.axis, 1) > 1]
         return [(place, dim) for place, dim in found if dim is not None]
 
-    def _set_place(self, shard: Shard, init_method: InitMethod | None, locality: tuple[Locality, ...]) -> None:
+    def _set_place(
+        self, shard: Shard, init_method: InitMethod | None, locality: tuple[Locality, ...], label: str | None = None
+    ) -> None:
         self._shard = shard
         self._init_method = init_method
+        self._group = label
         self.locality = locality
         self._in_block = False
         self.owner_reference = None
@@ -413,7 +448,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
-        reduced = parameter._shard.reduce(grad)
+        reduced = parameter._shard.reduce(grad, current().gradient_divisor)
         return take_now(parameter, reduced), None, None
 
 
@@ -424,11 +459,12 @@ def _rebuild(
     init_method: InitMethod | None,
     locality: tuple[Locality, ...],
     history: tuple[bool, bool, int | None, bool],
+    label: str | None = None,
 ) -> DistributedParameter:
     shape, ranges, ranks, replicated = place
     shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)
     parameter: DistributedParameter = make_subclass(DistributedParameter, part, requires_grad)
-    parameter._set_place(shard, init_method, locality)
+    parameter._set_place(shard, init_method, locality, label)
     parameter._set_history(history)
     return parameter
 

@@ -97,8 +97,8 @@ class Shard:
         for row, (start, end) in zip(rows, self.ranges, strict=True):
             row[: end - start] = full[start:end]
 
-    def reduce(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sum of every rank's ``full``, half types summed in float32. Collective.
+    def reduce(self, full: torch.Tensor, divisor: int = 1) -> torch.Tensor:
+        """Return this rank's part of the sum of every rank's ``full``, half types summed in float32, over ``divisor``. Collective.
 
         The result is float32 when ``full`` is of a half type.
         """
@@ -107,10 +107,11 @@ class Shard:
         if self.replicated or self.group.size == 1:
             total = full.to(wide, copy=True)
             self.group.all_reduce(total).wait()
-            return total
+            return total if divisor == 1 else total.div_(divisor)
         output = torch.empty(self.longest, dtype=wide, device=full.device)
         self.group.reduce_scatter(output, self._spread(full)).wait()
-        return output[: self.end - self.start]
+        part = output[: self.end - self.start]
+        return part if divisor == 1 else part.div_(divisor)
 
     def _spread(self, full: torch.Tensor) -> torch.Tensor:
         if self.numel == self.group.size * self.longest and _contiguous(self.ranges, self.longest):

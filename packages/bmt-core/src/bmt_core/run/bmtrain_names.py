@@ -149,7 +149,7 @@ _GROUPS = {
 
 
 class OldParameterNames:
-    """The attributes of BMTrain's DistributedParameter that are about tensor parallelism."""
+    """The attributes of BMTrain's DistributedParameter that it has under other names, or no need of."""
 
     __slots__ = ()
 
@@ -163,6 +163,15 @@ class OldParameterNames:
     def gather_all(self) -> torch.Tensor:
         """Return the whole tensor. Collective."""
         raise NotImplementedError
+
+    def local_part(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor."""
+        raise NotImplementedError
+
+    def _copy_data(self, data: torch.Tensor) -> None:
+        """Copy this rank's part of ``data``, of the shape that is sharded, to the parameter. Communicates nothing."""
+        shape: torch.Size = self._original_shape  # type: ignore[attr-defined]
+        self.data.copy_(self.local_part(data.detach().view(shape)))  # type: ignore[attr-defined]
 
     def tp_gather(self) -> torch.Tensor:
         """BMTrain's other name of :meth:`gather_all`."""

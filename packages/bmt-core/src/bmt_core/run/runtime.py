@@ -25,8 +25,10 @@ from bmt_core.run.start_section import start_section
 from bmt_core.run.topology import Topology, grid_sizes
 from bmt_core.settings import (
     DEFAULT_COMM_BACKEND,
+    DEFAULT_GRADIENTS,
     DEFAULT_REDUCE_DTYPE,
     DEFAULT_ZERO_LEVEL,
+    GradientsOfRanks,
     Launch,
     ReduceDtype,
     RunSettings,
@@ -68,6 +70,8 @@ class Runtime:
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
         """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
+        self.has_scaled_loss = False
+        """Whether an ``OptimManager`` has scaled a loss in this run; it sets this."""
         self.make_block: MakeBlock | None = None
         """See :class:`bmt_core.plugins.protocols.Run`."""
         self.at_shutdown: list[Callable[[], None]] = []
@@ -82,6 +86,11 @@ class Runtime:
     def world_size(self) -> int:
         """Number of processes."""
         return self.launch.world_size
+
+    @property
+    def gradient_divisor(self) -> int:
+        """By how much gradients that were summed over ranks are divided before they reach ``.grad``."""
+        return self.topology.data_size if self.settings.gradients == "mean" else 1
 
     def describe(self) -> str:
         """One line: world, grid, device, backend, kernels, plugins."""
@@ -107,6 +116,7 @@ def init_distributed(
     pin_cpu: bool = False,
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE,
     prefetch_bytes: int | None = None,
+    gradients: GradientsOfRanks = DEFAULT_GRADIENTS,
     plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
@@ -126,6 +136,11 @@ def init_distributed(
     are and sums in float32, ``"param"`` sends and sums them as they are, ``"fp32"`` sends and sums float32, twice the
     bytes. ``prefetch_bytes`` is how many bytes of parameters may be gathered ahead of the block that computes; always at
     least one block, which is the default (None).
+
+    ``gradients`` says what ``.grad`` is of the gradients of all ranks: their ``"sum"``, which an ``OptimManager`` makes those of
+    the mean loss by dividing the loss, or their ``"mean"`` over the ranks that see different data, for loops that call
+    ``loss.backward()`` and ``optimizer.step()`` themselves, as with torch's DistributedDataParallel. An ``OptimManager`` works with
+    both; the values are the same.
 
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Ranks compare them like
     those: every rank passes the same.
@@ -148,6 +163,7 @@ def init_distributed(
         pin_cpu=pin_cpu,
         reduce_dtype=reduce_dtype,
         prefetch_bytes=prefetch_bytes,
+        gradients=gradients,
     )
     launch = Launch.from_env()
     store = _connect(init_method, launch, settings)

@@ -81,11 +81,11 @@ class AdamOffloadOptimizer(AdamOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0,
         hold_steps: int = 0,
+        record_delta: bool = False,
         *,
         decoupled_weight_decay: bool | None = None,
         overlap_forward: bool = False,
         compact_master: bool | None = None,
-        record_delta: bool = False,
     ) -> None:
         self.record_delta = record_delta
         super().__init__(

@@ -1,23 +1,42 @@
-"""``GradientReducer``: sums the whole gradients of one group over its ranks, beside the backward pass."""
+"""``GradientReducer``: sums the whole gradients of one group over its ranks, beside the backward pass.
+
+[Note: where means are divided] In a run of ``gradients="mean"`` sums are divided by the number of ranks that see different data
+(not that of the group, which may have ranks that see the same). Where the collective can do so, it does. What is summed in
+float32 and rounded to a half type, or added to a sum, is divided in that pass, before it is rounded. What is summed in a half
+type could overflow: it is divided before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
-from bmt_core.comm import Work
+from bmt_core.comm import ReduceOp, Work
 from bmt_core.errors import BmtError
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane
+from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import backward_pass, named_in_trace
 from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.sharding.parameter_group import ParameterGroup
+
+
+class Division(NamedTuple):
+    """How a sum over ranks is divided: see [Note: where means are divided].
+
+    ``before``: what gradients are multiplied by before they are reduced by ``op``; ``after``: by what the result still is.
+    """
+
+    before: float = 1.0
+    op: ReduceOp = "sum"
+    after: float = 1.0
 
 
 class GradientReducer:
@@ -36,6 +55,7 @@ class GradientReducer:
         self._reduce_dtype = reduce_dtype
         self._lane = lane
         self._ranks = lane.group(group.ranks)
+        self._divisor = current().gradient_divisor
         self.in_flight = in_flight
         self.is_unwatched = False
         """Whether the pass under way leaves gradients held back or postponed: :meth:`watch` is to be called when it ends."""
@@ -90,25 +110,27 @@ class GradientReducer:
         """Start to reduce ``full``, flat whole gradients, and what was held back, into the :attr:`sum`. Collective."""
         full = self._with_held_back(full)
         reduced = self._output_for(full, stays=self.sum.is_first and self._output_dtype(full) == self._group.dtype)
-        then = self.sum.take(reduced, needed)
+        division = self._division(full, reduced)
+        then = self.sum.take(reduced, needed, division.after)
         self._lane.after(self._lane.here())
         with named_in_trace(f"reduce {self._name}"):
-            done = self._lane.run(lambda: self._start(reduced, full), then)
+            done = self._lane.run(lambda: self._start(reduced, full, division), then)
         self.in_flight.keep(self._name, full, done)
         self.sum.ready_at(done)
         if self.watcher is not None and self.sum.flat is not None:
             self.watcher(self.sum.flat, done)
 
     def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
-        """Return this rank's part of the sum over ranks of ``full``; half types may come back as float32. Collective.
+        """Return this rank's part of what ``full`` is reduced to; half types may come back as float32. Collective.
 
         If it ``completes`` the gradients, what was held back is in it.
         """
         full = self._with_held_back(full) if completes else full
         reduced = self._output_for(full, stays=True)
+        division = self._division(full, reduced)
         self._lane.after(self._lane.here())
-        self._lane.run(lambda: self._start(reduced, full)).wait()
-        return reduced
+        self._lane.run(lambda: self._start(reduced, full, division)).wait()
+        return reduced if division.after == 1 else reduced.mul_(division.after)
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
@@ -208,7 +230,18 @@ class GradientReducer:
         is_same = self._group.is_replicated or self._reduce_dtype == "param"
         return full.dtype if is_same else summation_dtype(full.dtype)
 
-    def _start(self, reduced: torch.Tensor, full: torch.Tensor) -> Work:
+    def _division(self, full: torch.Tensor, reduced: torch.Tensor) -> Division:
+        if self._divisor == 1:
+            return Division()
+        if reduced.dtype.itemsize < 4:
+            return Division(before=1 / self._divisor)
+        if reduced.dtype == full.dtype and self._divisor == self._ranks.size:
+            return Division(op="avg")
+        return Division(after=1 / self._divisor)
+
+    def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
+        if division.before != 1:
+            full *= division.before
         if self._group.is_replicated:
-            return self._ranks.all_reduce(full)
-        return self._ranks.reduce_scatter(reduced, full)
+            return self._ranks.all_reduce(full, division.op)
+        return self._ranks.reduce_scatter(reduced, full, division.op)

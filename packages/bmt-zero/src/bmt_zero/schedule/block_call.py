@@ -76,6 +76,11 @@ class BlockCall:
         """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
         return None if self.recomputation is None else self.recomputation()
 
+    @property
+    def writes(self) -> list[int]:
+        """How often somebody else wrote to the whole parameters of each group."""
+        return [group.buffer.writes for group in self.groups]
+
     def begin_forward(self) -> None:
         """Have the parameters gathered. Collective."""
         self.phase = Phase.FORWARD

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.outermost_call import gather_once
 from bmt_core.nested import map_tensors, tensors_in
@@ -67,15 +68,22 @@ class BlockEngine:
         succeeded = backward_follows = False
         try:
             token, whole = self._enter(call)
-            slots = block.slots
+            slots, writes = block.slots, call.writes
             slots.put(whole)
             try:
                 outputs = self._forward(call, function, args, kwargs)
             finally:
                 slots.take_out(whole)
+            if writes != call.writes:
+                raise ConfigError(
+                    f"The forward of {type(module).__name__} wrote to a gathered parameter, which nobody keeps. Change"
+                    " parameters after the optimizer's step, through model.parameters(), where each rank has its part."
+                )
             if has_gradient_hooks(whole.own):
                 call.writes_directly = False  # who watches a whole gradient must see it
             outputs = _leave(call, token, (args, kwargs), outputs)
+            if type(outputs) is list:
+                block.run.say_that_lists_stay_lists(module)
             backward_follows = any(output.requires_grad for output in tensors_in(outputs))
             succeeded = True
             return outputs

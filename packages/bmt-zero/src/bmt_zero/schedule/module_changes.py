@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as torch_module
 
 from bmt_core.errors import ConfigError
+from bmt_zero import adapters
 
 
 class ModuleChanges:
@@ -27,7 +29,7 @@ class ModuleChanges:
         self._is_gathered = is_gathered
         self._handles = [
             torch_module.register_module_parameter_registration_hook(self._changed),
-            torch_module.register_module_module_registration_hook(self._changed),
+            torch_module.register_module_module_registration_hook(self._module_changed),
             torch_module.register_module_buffer_registration_hook(self._buffer_changed),
         ]
 
@@ -39,6 +41,10 @@ class ModuleChanges:
     def _changed(self, module: Any, name: str, value: Any) -> None:
         self.count += 1
         self._check(module, name, value)
+
+    def _module_changed(self, module: Any, name: str, value: nn.Module | None) -> None:
+        self.count += 1
+        adapters.added(module, value)
 
     def _buffer_changed(self, module: Any, name: str, value: torch.Tensor | None) -> None:
         # Another one where the others are needs nothing done, and many a forward replaces its buffers.

@@ -65,6 +65,6 @@ class OutsideParameters:
     def _formed(self, parameters: Sequence[DistributedParameter]) -> list[RootGroup]:
         kinds: dict[object, list[DistributedParameter]] = {}
         for p in parameters:
-            kinds.setdefault((p.group.ranks, p.dtype, p.device), []).append(p)
+            kinds.setdefault((p.shard_group.ranks, p.dtype, p.device), []).append(p)
         with torch.inference_mode(False), torch.no_grad():
             return [RootGroup(members, self._in_flight) for members in kinds.values()]

@@ -58,7 +58,7 @@ class Recomputation:
     def forward(self) -> Any:
         """Return what the block returns, saving nothing but its inputs."""
         try:
-            with saved_tensors_hooks(self._count, self._hand_out):
+            with saved_tensors_hooks(self._count, self._hand_out), _without_script_optimization():
                 return self._compute(*self._inputs)
         finally:
             self._random.forget_unless_drawn()
@@ -113,6 +113,7 @@ class Recomputation:
         try:
             with (
                 saved_tensors_hooks(self._keep, _as_it_is),
+                _without_script_optimization(),
                 torch.enable_grad(),
                 self._modes.restored(),
                 self._random.repeated(),
@@ -120,8 +121,10 @@ class Recomputation:
                 self._buffers.restored(),
             ):
                 self._compute(*(with_own_caches(self._before) if self._has_caches else self._inputs))
-        except _Complete:
-            pass
+        except (_Complete, RuntimeError):
+            # A RuntimeError is what _Complete becomes inside a function of torch.jit.script.
+            if len(self._made) < len(self._kinds):
+                raise
         finally:
             self.is_running = False
             self._layers = layers
@@ -133,6 +136,8 @@ class Recomputation:
             )
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        if len(self._made) == len(self._kinds):
+            raise _Complete
         # Detached: an operation that saves its own result must not keep itself alive.
         tensor = self._buffers.with_own_memory(tensor.detach())
         index = len(self._made)
@@ -151,6 +156,12 @@ class Recomputation:
 
 class _Complete(BaseException):
     """All that backward needs is there. No ``Exception``, which the block might catch."""
+
+
+def _without_script_optimization() -> AbstractContextManager[None]:
+    """Inside, functions of ``torch.jit.script`` save the same tensors in every call; optimized ones save others after the first."""
+    context: AbstractContextManager[None] = torch.jit.optimized_execution(False)
+    return context
 
 
 class _RandomNumbers:

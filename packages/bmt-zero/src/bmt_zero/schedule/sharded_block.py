@@ -221,7 +221,7 @@ class ShardedBlock:
                 " Keep it outside of both, or let BMTrainModelWrapper wrap the whole model."
             )
         if not self.local_axes:
-            return parameter.group
+            return parameter.shard_group
         shared = [place.axis for place in parameter.locality if place.is_sharded and place.axis in self.local_axes]
         if shared:
             name = next(slot.name for slot in slots if slot.parameter is parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class ZeroRun:
         """Calls that take part in a backward pass that has not ended."""
         self.calls_at_rest: dict[int, list[ShardedGroup]] = {}
         """The groups whose buffers calls keep between forward and backward, by the numbers of the calls."""
+        self._warns_of_lists = runtime.rank == 0
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -68,6 +70,17 @@ class ZeroRun:
                 for group in groups:
                     group.release_at_rest()
             self.prefetch.forget_gathered()
+
+    def say_that_lists_stay_lists(self, module: nn.Module) -> None:
+        """Warn, once, on rank 0: BMTrain's Block made a tuple of a list that its module returned."""
+        if self._warns_of_lists:
+            self._warns_of_lists = False
+            warnings.warn(
+                f"{type(module).__name__} returned a list, as its module does, where BMTrain's returned a tuple. If your"
+                " code asks for a tuple, let the module return one. This is said once.",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _call_begins(self, module: nn.Module) -> CallEnd:
         self.end_failed_passes()

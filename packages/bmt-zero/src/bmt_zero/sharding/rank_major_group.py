@@ -22,7 +22,7 @@ class RankMajorGroup(ParameterGroup):
     """``parameters`` of one dtype that are sharded over the same ranks; several, and none has all."""
 
     def __init__(self, parameters: Sequence[DistributedParameter]) -> None:
-        super().__init__(parameters, ranks=parameters[0].group, replicated=False, device=parameters[0].device)
+        super().__init__(parameters, ranks=parameters[0].shard_group, replicated=False, device=parameters[0].device)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the whole parameters that were gathered into ``flat``, in memory of their own."""

@@ -67,6 +67,11 @@ class UnshardedBuffer:
         """Whether the whole parameters are there, or on their way."""
         return self.state in (BufferState.IN_FLIGHT, BufferState.READY)
 
+    @property
+    def writes(self) -> int:
+        """How often somebody else wrote to the whole parameters, as far as torch counts; 0 where these are what each rank keeps."""
+        return 0 if self._group.is_replicated else self.tensor._version
+
     def gather(self, name: str) -> None:
         """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace. Collective."""
         if self.state is BufferState.FREED:

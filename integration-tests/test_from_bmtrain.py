@@ -1,0 +1,50 @@
+"""The scripts of ``examples/from_bmtrain``, from the first line to the last, on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import gathered_state
+import inspect_values
+import optim_manager
+import pipeline
+import sharded_module
+import tensor_parallel
+import train_gpt
+import zero_levels
+from bmt_core.testing import run_ranks
+
+
+def run_all() -> dict[str, Any]:
+    scripts = (
+        gathered_state,
+        inspect_values,
+        optim_manager,
+        pipeline,
+        sharded_module,
+        tensor_parallel,
+        train_gpt,
+        zero_levels,
+    )
+    return {script.__name__.rpartition(".")[2]: script.main("cpu") for script in scripts}
+
+
+def test_every_script_does_what_it_shows() -> None:
+    first, second = run_ranks(run_all, 2, init=None)
+    tables = [found.pop("inspect_values") for found in (first, second)]
+    assert tables[0] == tables[1]
+    rows = [line.split()[0] for line in tables[0].splitlines()]
+    assert rows[:4] == ["name", "layers.0.hidden", "layers.1.hidden", "embedding.weight"] and len(rows) == 8
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    looped, listed = first["zero_levels"]
+    torch.testing.assert_close(looped, listed)
+    for name in ("optim_manager", "pipeline", "tensor_parallel", "train_gpt"):
+        assert first[name][0] > 3 and first[name][-1] < 0.1, (name, first[name])
+    assert looped[0] > 3 and looped[-1] < 0.1
+    original, sharded, in_a_list = first["sharded_module"]
+    torch.testing.assert_close(sharded, original)
+    torch.testing.assert_close(in_a_list, original)
+    unbroken, of_manager, of_optimizer = first["gathered_state"]
+    assert unbroken == of_manager == of_optimizer

@@ -1,0 +1,39 @@
+"""LoRA by PEFT, put in before the model is wrapped or after: trained, counted, merged and saved as in one plain process."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bmt_core.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("peft", "transformers")), reason="needs peft and transformers"
+)
+
+
+def run_all(directory: str) -> Any:
+    import peft_models
+
+    return peft_models.run_all(directory)
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_equals_plain_torch_with_peft(tmp_path: Path) -> None:
+    # One test: importing PEFT takes each rank longer than all that is tested.
+    for cases, example in run_ranks(run_all, 2, str(tmp_path), init=None, timeout=180):
+        assert len(cases) == 6
+        for case in cases:
+            close(case["sharded"], case["plain"])
+            before, merged, unmerged, unloaded = case["plain"]["logits"]
+            close([merged, unmerged, unloaded, *case["reloaded"]], [before] * 5)
+        first, trained, begun_with_export, export_in_plain_torch = example
+        assert trained < first - 0.05
+        close([begun_with_export, export_in_plain_torch], [trained, trained])

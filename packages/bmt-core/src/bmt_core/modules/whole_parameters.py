@@ -1,0 +1,118 @@
+"""``whole_parameters``: let code outside of forward and backward read and write whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bmt_core.errors import ConfigError
+from bmt_core.modules.outermost_call import is_call_under_way, reading_parts, refusing_calls
+from bmt_core.params.parameter import DistributedParameter, lend_data
+from bmt_core.params.uninitialized import has_values, list_names
+from bmt_core.torch_internals import storage_key
+
+
+@dataclass(slots=True)
+class _Lent:
+    part: torch.Tensor
+    version: int
+    memory: object
+
+    def is_written(self, parameter: DistributedParameter) -> bool:
+        return (parameter._version, storage_key(parameter)) != (self.version, self.memory)
+
+
+_lent_now: set[DistributedParameter] = set()
+
+
+def _lend(parameter: DistributedParameter, data: torch.Tensor) -> _Lent:
+    part = parameter.data
+    lend_data(parameter, data)
+    _lent_now.add(parameter)
+    return _Lent(part, parameter._version, storage_key(parameter))
+
+
+def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
+    lend_data(parameter, lent.part)
+    _lent_now.discard(parameter)
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of ``module`` are whole: code that knows nothing of sharding may read and write them.
+
+    For initialisation by hand, for merging LoRA adapters, for anything that asks a weight for its shape. A
+    :class:`DistributedParameter` stays the same object; its data is a tensor of ``whole_shape``, on every rank. At the end each
+    rank keeps its part of those that were written to; every rank must have written the same. After an exception the values are
+    those from before. Modules cannot be called inside, and a step of an optimizer has no meaning there.
+
+    Each rank needs memory for the whole of ``module``. Of a large model take one Block after the other:
+    ``for layer in model.layers: with whole_parameters(layer): ...``. Collective.
+
+    Raises :class:`ConfigError` inside a forward, where parameters are whole anyway, and for parameters without values.
+    """
+    if is_call_under_way():
+        raise ConfigError(
+            "whole_parameters() inside a forward: there the parameters of a module that runs are whole already."
+        )
+    # One that is whole already is so by a whole_parameters() around this one, which will take it back.
+    named = {
+        p: name for name, p in module.named_parameters() if isinstance(p, DistributedParameter) and p not in _lent_now
+    }
+    empty = [name for parameter, name in named.items() if not has_values(parameter)]
+    if empty:
+        raise ConfigError(
+            f"{list_names(empty, [])} have no values yet: they were made on the meta device. Call init_parameters(model) or load"
+            " a checkpoint before they are gathered."
+        )
+    lent: dict[DistributedParameter, _Lent] = {}
+    try:
+        with torch.no_grad(), reading_parts(), refusing_calls():
+            for parameter in named:
+                whole = parameter.gather_all_like(parameter.data)
+                # Where one rank holds all of it, that is its part: what is written must not depend on the number of ranks.
+                lent[parameter] = _lend(parameter, whole.clone())
+        with reading_parts(), refusing_calls():
+            yield
+    except BaseException:
+        for parameter, loan in lent.items():
+            _take_back(parameter, loan)
+        raise
+    _keep_own_parts(lent, named)
+
+
+def _keep_own_parts(lent: dict[DistributedParameter, _Lent], names: dict[DistributedParameter, str]) -> None:
+    wrong = []
+    with torch.no_grad():
+        for parameter, loan in lent.items():
+            whole, is_written = parameter.detach(), loan.is_written(parameter)
+            _take_back(parameter, loan)
+            if is_written and whole.shape != parameter.whole_shape:
+                wrong.append(f"{names[parameter]} {tuple(whole.shape)} instead of {tuple(parameter.whole_shape)}")
+            elif is_written:
+                loan.part.copy_(parameter.local_part(parameter.own_slice(whole)))
+    if wrong:
+        raise ConfigError(
+            f"Inside whole_parameters(), parameters got data of other shapes: {', '.join(wrong)}. They keep their old values."
+            " Assign a new nn.Parameter for another shape."
+        )
+
+
+@contextmanager
+def whole_shapes(module: nn.Module) -> Iterator[None]:
+    """Inside, the parameters of ``module`` have their whole shapes and no values, for code that counts them. Not collective."""
+    lent = {
+        p: _lend(p, torch.empty((), dtype=p.dtype, device=p.device).expand(p.whole_shape))
+        for p in module.parameters()
+        if isinstance(p, DistributedParameter) and p not in _lent_now
+    }
+    try:
+        with reading_parts():
+            yield
+    finally:
+        for parameter, loan in lent.items():
+            _take_back(parameter, loan)

@@ -1,0 +1,27 @@
+"""Groups of an optimizer that were told apart by ``p.ndim``, which is 1 for this rank's part of any parameter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import rank
+
+
+def warn_of_groups_by_slices(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
+    """Warn, on rank 0, of an empty group beside one that mixes sharded matrices and vectors: ``p.ndim >= 2`` made them."""
+    found = [group["params"] for group in groups]
+    if all(found) or rank() != 0:
+        return
+    for params in found:
+        shards = [p for p in params if isinstance(p, DistributedParameter)]
+        if len({len(p.whole_shape) >= 2 for p in shards}) == 2:
+            warnings.warn(
+                "One parameter group is empty, and another has sharded matrices and vectors together. Slices of both have one"
+                " dimension, so p.ndim does not tell them apart: take bmt.optim.param_groups(model, weight_decay=...).",
+                UserWarning,
+                stacklevel=stacklevel,
+            )
+            return

@@ -1,0 +1,63 @@
+"""Warnings for loops that call ``loss.backward()`` and ``optimizer.step()`` themselves, as plain torch's do.
+
+What they mean by a gradient is that of the mean loss. In a run of summed gradients it is that times the number of ranks, unless
+an ``OptimManager`` has scaled the loss; and the gradients of ordinary parameters stay with their rank, unless it has summed them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from bmt_core.params.groups_by_slices import warn_of_groups_by_slices
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import Runtime
+
+_USER = 4  # as the stacklevel of a warning: between are torch's frames around an optimizer's step
+
+
+def warn_of_plain_steps(runtime: Runtime) -> None:
+    """Warn, once, on rank 0, when an optimizer takes a step by which this run does not train as plain torch would."""
+    runtime.at_shutdown.append(register_optimizer_step_pre_hook(_PlainSteps(runtime)).remove)
+
+
+class _PlainSteps:
+    """Looks at the first step that an optimizer takes with gradients of distributed parameters, in a run without managers."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._is_over = False
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_over:
+            return
+        if self._runtime.has_scaled_loss:
+            self._is_over = True
+            return
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        ordinary = [p for p in trained if not isinstance(p, DistributedParameter)]
+        if len(ordinary) == len(trained):
+            return
+        self._is_over = True
+        if self._runtime.rank == 0:
+            warn_of_groups_by_slices(optimizer.param_groups, stacklevel=_USER)
+            if self._runtime.topology.data_size > 1:
+                self._warn(type(optimizer).__name__, len(ordinary))
+
+    def _warn(self, optimizer: str, ordinary: int) -> None:
+        size, texts = self._runtime.topology.data_size, []
+        if self._runtime.gradient_divisor == 1:
+            texts.append(
+                f"{optimizer} takes a step with gradients that are sums over {size} ranks: {size} times those of the mean loss,"
+                ' unless you divided the loss by that. Start with init_distributed(gradients="mean"), or let an OptimManager do'
+                " it: manager.backward(loss) and manager.step()."
+            )
+        if ordinary:
+            texts.append(
+                f"{ordinary} of its parameters are ordinary ones, whose gradients are those of each rank alone, so that ranks drift"
+                " apart, unless you reduce them: an OptimManager does, and BMTrainModelWrapper leaves no ordinary parameters."
+            )
+        if texts:
+            warnings.warn(" ".join([*texts, "This is said once."]), UserWarning, stacklevel=_USER)

@@ -1,0 +1,89 @@
+"""Random fills of a part of a parameter, as ``torch.nn.init.normal_`` and ``p.data.uniform_()`` do, raise.
+
+Ranks draw alike, so the parts would be equal where those of one whole tensor differ, and a part does not show the sizes
+that many a rule of initialisation goes by. What is drawn elsewhere and copied cannot be told from other values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from bmt_core.errors import ConfigError
+
+
+class NoRandomFills:
+    """Has the methods by which a tensor fills itself with random numbers, and raises in them where it is one part of several."""
+
+    __slots__ = ()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold other elements, or other layers of the model."""
+        raise NotImplementedError
+
+    def bernoulli_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.bernoulli_``."""
+        return self._fill("bernoulli_", args, kwargs)
+
+    def cauchy_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.cauchy_``."""
+        return self._fill("cauchy_", args, kwargs)
+
+    def exponential_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.exponential_``."""
+        return self._fill("exponential_", args, kwargs)
+
+    def geometric_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.geometric_``."""
+        return self._fill("geometric_", args, kwargs)
+
+    def log_normal_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.log_normal_``."""
+        return self._fill("log_normal_", args, kwargs)
+
+    def normal_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.normal_``."""
+        return self._fill("normal_", args, kwargs)
+
+    def random_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.random_``."""
+        return self._fill("random_", args, kwargs)
+
+    def uniform_(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``torch.Tensor.uniform_``."""
+        return self._fill("uniform_", args, kwargs)
+
+    def _fill(self, name: str, args: Any, kwargs: Any) -> Any:
+        if self.is_part:
+            _refuse(name)
+        return getattr(torch.Tensor, name)(self, *args, **kwargs)
+
+
+class PartData(NoRandomFills, torch.Tensor):
+    """What ``.data`` of a part is: a tensor that refuses random fills. Operations on it return ordinary tensors."""
+
+    __torch_function__ = torch.nn.Parameter.__torch_function__
+
+    is_part = property(lambda self: True)
+
+    def detach(self) -> PartData:
+        """Return another one of the same memory: ``nn.Parameter(p.data)`` wants the class that it was given."""
+        return super().detach().as_subclass(PartData)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), self.clone())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ConfigError(
+        f"{name}() would fill a part of a sharded parameter, and every rank would draw the same numbers for another part of it."
+        " Initialise the model before it is wrapped, or let init_parameters(model) draw whole tensors: by the init_method of a"
+        " DistributedParameter or, for a model made on the meta device, by init=..., which is called with each module. If each rank"
+        f" shall draw for itself: p.detach().{name}()."
+    )

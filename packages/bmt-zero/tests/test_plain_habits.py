@@ -1,0 +1,211 @@
+"""What people do in plain torch works with sharded parameters, or is one clear error."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_  # by name, before a run has started
+
+from bmt_core import ConfigError, DistributedModule, DistributedParameter
+from bmt_core.run.runtime import world_size
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_zero import Block, BMTrainModelWrapper
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3)])
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def wrapped() -> Any:
+    return BMTrainModelWrapper(Root())
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def random_fills() -> list[str]:
+    """What is said when parts are filled, and that what may be filled is."""
+    model, texts = wrapped(), []
+    parts = [model.layers[0].weight, dict(model.named_parameters())["head.weight"]]
+    for p in parts:
+        fills: list[Callable[[Any], Any]] = [nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_]
+        for fill in [*fills, lambda t: t.data.normal_(0, 0.02), lambda t: nn.init.normal_(t.data), *_METHODS]:
+            before = p.detach().clone()
+            with torch.no_grad():
+                texts.append(error_of(lambda fill=fill, p=p: fill(p)))
+            assert texts[-1] == "" or torch.equal(p.detach(), before)
+        nn.init.constant_(p, 2.0)
+        p.data.mul_(2)
+        assert p.detach().eq(4.0).all()
+        p.detach().normal_()  # what cannot be known, and the way for parts that each rank draws for itself
+        kept = [copy.deepcopy(p.data), nn.Parameter(p.data).detach(), p.data + 0, p.data.numpy()]
+        torch.save(p.data, file := io.BytesIO())
+        file.seek(0)
+        assert all(torch.equal(torch.as_tensor(k), p.detach()) for k in [*kept, torch.load(file, weights_only=True)])
+        assert type(kept[0]) is type(kept[2]) is torch.Tensor
+    level_0 = Block(nn.Linear(3, 3), zero_level=0)
+    nn.init.normal_(level_0.weight)
+    with torch.device("meta"):
+        unfilled = Root()
+    BMTrainModelWrapper(unfilled, init=lambda module: [p.data.normal_() for p in module.parameters(recurse=False)])
+    return texts
+
+
+_METHODS: list[Callable[[Any], Any]] = [
+    lambda t: t.bernoulli_(),
+    lambda t: t.cauchy_(),
+    lambda t: t.exponential_(),
+    lambda t: t.geometric_(0.5),
+    lambda t: t.log_normal_(),
+    lambda t: t.random_(),
+]
+
+
+def test_random_fills_of_parts_point_to_init_parameters() -> None:
+    for texts in run_ranks(random_fills, 2):
+        assert len(texts) == 22 and all("init_parameters(model)" in text for text in texts), texts
+    (alone,) = run_ranks(random_fills, 1)
+    assert set(alone) == {""}
+
+
+class Writes(nn.Module):
+    """Its forward writes to its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0.5)
+        return x * self.weight
+
+
+class OwnWrites(DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = DistributedParameter(torch.ones(3))
+
+    forward = Writes.forward
+
+
+def copies() -> tuple[list[str], list[str]]:
+    """What is said of writes to gathered copies, outside of calls and in forward."""
+    model = wrapped()
+    head = model.head
+    value = dict(model.named_parameters())["head.weight"].gather().detach().clone()
+    writes: list[Callable[[], Any]] = [
+        lambda: nn.init.zeros_(head.weight),
+        lambda: nn.init.xavier_uniform_(head.weight),
+        lambda: head.weight.data.normal_(),
+        lambda: head.weight.data[0].zero_(),
+        lambda: head.weight.detach().mul_(2),
+        lambda: torch.add(value, value, out=head.weight.data),
+        lambda: nn.functional.relu(head.weight.data, inplace=True),
+        lambda: torch._foreach_zero_([head.weight.data]),
+        lambda: head.weight.data.__setitem__(0, 1.0),
+        lambda: setattr(head.weight, "data", value),
+        lambda: head.weight.requires_grad_(False),
+        lambda: setattr(head.weight, "requires_grad", False),
+        lambda: [part.zero_() for part in head.weight.data.split(2)],
+    ]
+    texts = [error_of(write) for write in writes]
+    assert torch.equal(head.weight, value)
+    # Reading is as with any tensor.
+    read = head.weight
+    (grad,) = torch.autograd.grad((read.t().sum(0) * 2).sum(), [read])
+    assert grad.eq(2).all() and type(read + 1) is type(read.sum()) is torch.Tensor and read.shape == (5, 3)
+    mine = torch.zeros(5, 3).copy_(read.detach())
+    assert torch.equal(copy.deepcopy(mine.add_(read.detach())), 2 * value) and read.detach().numpy().shape == (5, 3)
+    torch.save(read, file := io.BytesIO())
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), value)
+    with torch.inference_mode():
+        assert torch.equal(head.weight, value)
+    texts_of_forward = [error_of(lambda: OwnWrites()(torch.ones(2, 3)))]
+    with torch.no_grad():  # with gradients torch refuses to read the weight after the write
+        for block in (Block(Writes(), True, 3), Block(Writes(), False, 1)):
+            texts_of_forward.append(error_of(lambda block=block: block(torch.ones(2, 3))))
+    return texts, texts_of_forward
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
+    for texts, texts_of_forward in run_ranks(copies, ranks):
+        assert len(texts) == 13 and all("gathered copy" in text for text in texts), texts
+        wanted = [text for text in texts_of_forward if "wrote to" in text]
+        # The buffer of a group of one rank is what the rank keeps, and the write takes effect.
+        assert len(wanted) == (3 if ranks == 2 else 1), texts_of_forward
+
+
+def other_wrappers() -> list[str]:
+    plain_root = nn.Sequential(wrapped())
+    for model in (wrapped(), plain_root):
+        model(torch.ones(2, 3)).sum().backward()
+    texts = [
+        error_of(call)
+        for call in (
+            lambda: DistributedDataParallel(wrapped()),
+            lambda: DistributedDataParallel(plain_root),
+            lambda: FullyShardedDataParallel(plain_root, device_id=torch.device("cpu")),
+            lambda: fully_shard(wrapped()),
+            lambda: clip_grad_norm_(plain_root.parameters(), 1.0),
+            lambda: nn.utils.clip_grad_norm_(list(plain_root.parameters()), 1.0),
+        )
+    ]
+    ordinary = nn.Linear(2, 2)
+    DistributedDataParallel(ordinary)(torch.ones(1, 2)).sum().backward()
+    clip_grad_norm_(ordinary.parameters(), 0.1)
+    norm = OptimManager().clip_grad_norm(plain_root.parameters(), 0.1)  # the way out
+    assert norm > 0.1 and world_size() == 2
+    return texts
+
+
+def test_what_takes_parts_for_whole_parameters_is_refused() -> None:
+    for ddp, plain_ddp, fsdp, fsdp2, *clip in run_ranks(other_wrappers, 2):
+        assert all("DistributedDataParallel would" in text and "OptimManager" in text for text in (ddp, plain_ddp))
+        assert all("FSDP would" in text and 'gradients="mean"' in text for text in (fsdp, fsdp2))
+        assert all("clip_grad_norm(model.parameters(), max_norm) of an OptimManager" in text for text in clip)
+
+
+class Listing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
+        return [super().forward(x), x]
+
+
+def lists() -> tuple[list[str], list[type]]:
+    blocks = [Block(Listing(3, 3)), Block(Listing(3, 3))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kinds = [type(block(torch.ones(2, 3))) for block in blocks]
+    return [str(warning.message) for warning in caught], kinds
+
+
+def test_a_list_that_a_block_returns_stays_a_list_which_is_said_once() -> None:
+    (said, kinds), (unsaid, others) = run_ranks(lists, 2)
+    assert kinds == others == [list, list] and unsaid == []
+    assert len(said) == 1 and "BMTrain's returned a tuple" in said[0]
