@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "packages" / "bmt-zero" / "tests"))
 
-from random_trainings import differences, draw
+from random_differences import differences
+from random_plans import draw
 
 
 def main() -> int:
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks")
     parser.add_argument("--device", default="cpu", help="cpu or cuda: where the ranks compute")
     parser.add_argument("--tp", type=int, help="tp_size of every training; without: drawn, mostly 1")
+    parser.add_argument("--pp", type=int, help="pipe_size of every training; without: drawn, mostly 1")
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
     failures = 0
@@ -29,7 +31,7 @@ def main() -> int:
         for world_size in map(int, options.ranks.split(",")):
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    messages = differences(draw(seed, options.tp), world_size, folder, options.device)
+                    messages = differences(draw(seed, options.tp, options.pp), world_size, folder, options.device)
                 except Exception as error:  # of the comparison's own process or of a rank: the next seed may do better
                     messages = [str(error)]
             if messages:

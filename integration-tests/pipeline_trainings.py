@@ -58,13 +58,13 @@ class Plain(nn.Module):
 class Piped(PipelineModel):
     """The same, with its layers divided over stages."""
 
-    def __init__(self, layers: int, level: int, use_checkpoint: bool, **options: Any) -> None:
+    def __init__(self, layers: int, level: int, use_checkpoint: bool, *, compile: bool = False, **options: Any) -> None:
         super().__init__()
         plain = Plain(layers).double()
         self.embedding = DistributedParameter(plain.embedding.data)
         self.shift = DistributedParameter(plain.shift.data)
         self.layers = PipelineTransformerBlockList(
-            [Block(layer, use_checkpoint, level, mode="PIPE") for layer in plain.layers], **options
+            [Block(layer, use_checkpoint, level, mode="PIPE", compile=compile) for layer in plain.layers], **options
         )
 
     def before_layers(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -264,18 +264,25 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """An embedding, ``layers`` in the order that is asked for, and a head, which may be the embedding.
 
-    ``tp`` divides the vocabulary and the hidden widths, so that they can be cut.
+    ``tp`` divides the vocabulary and the hidden widths, so that they can be cut. If there are ``parts`` of a pipeline, each has a
+    layer, and nothing leaves a layer but what it returns.
     """
 
     aux: Any = 0.0
 
-    def __init__(self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool, tp: int) -> None:
+    def __init__(
+        self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool, tp: int, parts: int | None
+    ) -> None:
         super().__init__()
         shapes = ["tensor"] if tensors_only else ["tensor", "tuple", "dict", "keyword"]
         vocabulary = -(-TOKENS // tp) * tp
         self.embedding = nn.Embedding(vocabulary, WIDTH)
         kinds = PARTS if tp == 1 else [*PARTS, *[Mlp, Attention] * 4]
-        self.layers = nn.ModuleList([Layer(r, r.choice(shapes), kinds) for _ in range(r.randint(1, 4))])
+        if parts is not None:
+            kinds = [kind for kind in kinds if kind not in (Aux, Counting)]
+        least = parts or 1
+        count = r.randint(least, least + 3)
+        self.layers = nn.ModuleList([Layer(r, r.choice(shapes), kinds) for _ in range(count)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary, bias=r.random() < 0.5)
         if r.random() < 0.5:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 from offload_training import Offload
 from parallel_parts import parallelize
-from random_models import LENGTH, TOKENS, Model, Recomputed
+from random_models import LENGTH, TOKENS, Model
+from random_plans import Plan, StepPlan
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -23,165 +23,12 @@ from bmt_core.loss import FusedCrossEntropy
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 ADAM = {"lr": 0.05, "eps": 1e-3, "betas": (0.8, 0.9)}
 MAX_NORM = 0.3
-STEPS = 4
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """How a layer is wrapped."""
-
-    level: int
-    recomputes: bool
-    reduce_dtype: Any
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What happens in a step."""
-
-    fails: str | None  # where a first try of the step fails
-    keeps_zeros: bool  # zero_grad(set_to_none=False)
-    frozen: tuple[int, ...]  # numbers of parameters
-    levels: tuple[int, ...]
-    recompute: tuple[bool, ...]
-    orders: tuple[tuple[int, ...], ...]  # of the layers, for each micro-batch
-    held: tuple[bool, ...]  # which of them run in no_sync
-    one_backward: bool
-    twice: bool  # each backward is run twice
-    asks_for_gradients: bool
-    between: str | None  # what comes between forward and backward
-    writes: bool  # parameters are changed by hand after the step
-    evaluates: bool
-    overflows: bool
-    resumes: bool
-    postponed: tuple[int | None, ...]  # after how many more micro-batches the weight gradients of each are computed
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A training; ``seed`` draws its model. ``tp`` ranks, if there are as many, compute some of its layers together."""
-
-    seed: int
-    tp: int
-    dtype: torch.dtype
-    wraps: str
-    blocks: tuple[BlockPlan, ...]
-    optimizer: str
-    splits: bool  # the parameters among two optimizers
-    manages: bool
-    loss_scale: float | None
-    clips: bool
-    may_reenter: bool
-    prefetch_bytes: int | None
-    hooked: tuple[int, ...]  # numbers of the parameters that somebody watches
-    steps: tuple[StepPlan, ...] = field(repr=True)
-
-    def model(self) -> Model:
-        """Return the model in plain torch."""
-        r = random.Random(self.seed)
-        torch.manual_seed(self.seed)
-        model = Model(r, self.dtype, tensors_only=self.wraps == "list", may_tie=self.wraps == "wrapper", tp=self.tp)
-        for module in model.modules():
-            if isinstance(module, Recomputed):
-                module.is_reentrant = self.may_reenter and r.random() < 0.5
-        return model
-
-    def tp_size(self, world_size: int) -> int:
-        """Return how many of ``world_size`` ranks compute layers together."""
-        return math.gcd(self.tp, world_size)
-
-    def data_size(self, world_size: int) -> int:
-        """Return by what the manager divides losses. Rows are cut among ranks along tp: each brings sequences of its own."""
-        return world_size // self.tp_size(world_size)
-
-
-def draw(seed: int, tp: int | None = None) -> Plan:
-    """Return training number ``seed``; ``tp`` is drawn, too, unless it is given."""
-    r = random.Random(f"grid {seed}")
-    tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
-    r = random.Random(f"plan {seed}")
-    dtype = r.choice([torch.float32, torch.float64])
-    wraps = r.choice(["blocks", "list", "wrapper"])
-    manages = r.random() < 0.8
-    offloads = dtype == torch.float32 and r.random() < 0.3
-    asks = r.random() < 0.2
-    plan = Plan(
-        seed=seed,
-        tp=tp,
-        dtype=dtype,
-        wraps=wraps,
-        blocks=(),
-        optimizer="offload" if offloads else r.choice(["adam", "adamw", "torch", "sgd"]),
-        splits=r.random() < 0.3,
-        manages=manages,
-        loss_scale=r.choice([None, 8.0]) if manages else None,
-        clips=manages and r.random() < 0.5,
-        may_reenter=not asks,
-        prefetch_bytes=r.choice([None, None, 0, 10**9]),
-        hooked=(),
-        steps=(),
-    )
-    model = plan.model()
-    count, parameters = len(model.layers), len(list(model.parameters()))
-    blocks = tuple(
-        BlockPlan(
-            level=r.randint(0, 3) if wraps != "wrapper" else 3,
-            recomputes=r.random() < 0.5,
-            reduce_dtype=r.choice(["param", "fp32", "fp32-sum"]),
-        )
-        for _ in range(count)
-    )
-    settings = {"count": count, "parameters": parameters, "blocks": blocks, "asks": asks, "plan": plan}
-    postponing = random.Random(f"postponing {seed}")
-    postpones = postponing.random() < 0.3
-    steps = tuple(_draw_step(r, postponing if postpones else None, **settings) for _ in range(STEPS))
-    hooked = tuple(n for n in range(parameters) if r.random() < 0.1) if r.random() < 0.2 else ()
-    return Plan(**{**vars(plan), "blocks": blocks, "steps": steps, "hooked": hooked})
-
-
-def _draw_step(
-    r: random.Random,
-    postponing: random.Random | None,
-    count: int,
-    parameters: int,
-    blocks: Sequence[BlockPlan],
-    asks: bool,
-    plan: Plan,
-) -> StepPlan:
-    orders = []
-    for _ in range(r.randint(1, 3)):
-        order = list(range(count))
-        if r.random() < 0.3:  # skipped, repeated, in another order
-            order = [r.randrange(count) for _ in range(r.randint(0, count + 1))]
-        orders.append(tuple(order))
-    changes = r.random() < 0.3
-    fails = r.choice(["forward", "backward"]) if r.random() < 0.2 else None
-    return StepPlan(
-        fails=fails,
-        keeps_zeros=fails is None
-        and r.random() < 0.2,  # which gradients a backward pass leaves that failed is undefined
-        frozen=tuple(n for n in range(2, parameters) if r.random() < 0.3) if r.random() < 0.3 else (),
-        levels=tuple(r.randint(1, 3) if changes and block.level else block.level for block in blocks),
-        recompute=tuple(r.random() < 0.5 if changes else block.recomputes for block in blocks),
-        orders=tuple(orders),
-        held=tuple(plan.manages and r.random() < 0.4 for _ in orders),
-        one_backward=r.random() < 0.2,
-        twice=r.random() < 0.15,
-        asks_for_gradients=asks and r.random() < 0.5,
-        between=r.choice(["no_grad", "inference", "state_dict"]) if r.random() < 0.3 else None,
-        writes=r.random() < 0.15,
-        evaluates=r.random() < 0.3,
-        overflows=plan.loss_scale is not None and r.random() < 0.2,
-        resumes=plan.manages and r.random() < 0.15,
-        postponed=tuple(postponing.choice([None, 0, 1, 2]) if postponing else None for _ in orders),
-    )
 
 
 def leave_alone(tensor: torch.Tensor) -> None:
@@ -213,13 +60,14 @@ class Training:
         self.model: Any = self.build(plan.model())
         self.named: list[tuple[str, nn.Parameter]] = list(self.model.named_parameters())
         self.parameters = [parameter for _, parameter in self.named]
-        for number in plan.hooked:
-            if number % 2:
-                self.parameters[number].register_post_accumulate_grad_hook(leave_alone)
-            else:
-                self.parameters[number].register_hook(leave_alone)
-        halves = [self.parameters[::2], self.parameters[1::2]] if plan.splits else [self.parameters]
-        self.optimizers = [self.optimizer(half) for half in halves]
+        self.numbered = dict(self.numbers())
+        for number, parameter in self.numbered.items():
+            if number in plan.hooked and number % 2:
+                parameter.register_post_accumulate_grad_hook(leave_alone)
+            elif number in plan.hooked:
+                parameter.register_hook(leave_alone)
+        halves = [[p for n, p in self.numbered.items() if n % 2 == half] for half in range(2)]
+        self.optimizers = [self.optimizer(half) for half in (halves if plan.splits else [self.parameters])]
 
     def run(self) -> Record:
         """Take all steps."""
@@ -233,7 +81,7 @@ class Training:
         if plan.fails is not None:
             self.fail(number, plan.fails)
             self.prepare(plan)
-        for index, parameter in enumerate(self.parameters):
+        for index, parameter in self.numbered.items():
             parameter.requires_grad_(index not in plan.frozen)
         total = torch.zeros((), dtype=self.plan.dtype)
         for micro, (order, is_held) in enumerate(zip(plan.orders, plan.held, strict=True)):
@@ -292,14 +140,20 @@ class Training:
         def interrupt_backward(grad: torch.Tensor) -> None:
             raise Interrupt
 
-        count = len(self.model.layers)
-        handle = self.model.layers[count // 2].register_forward_hook(interrupt)
+        handles = [layer.register_forward_hook(interrupt) for layer in self.middle_layers()]
         try:
-            self.loss(number, 8, range(count)).backward()
+            loss = self.loss(number, 8, range(len(self.model.layers)))
+            if loss.requires_grad:  # a pipeline's schedule has run backward
+                loss.backward()
         except Interrupt:
             pass
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    def middle_layers(self) -> list[nn.Module]:
+        """Return the layer in the middle, if this process has it."""
+        return [self.model.layers[len(self.model.layers) // 2]]
 
     def look(self, number: int, how: str | None) -> None:
         """Use the model between forward and backward."""
@@ -319,12 +173,21 @@ class Training:
         for rank in self.ranks():
             for (holder, name), buffer in zip(places, before, strict=True):
                 holder[name] = buffer.clone()  # every rank changes its own
-            generator = torch.Generator().manual_seed(((self.plan.seed * 10 + step) * 10 + micro) * 10 + rank)
-            tokens = torch.randint(TOKENS, (2, LENGTH), generator=generator)
-            tokens = tokens.to(self.device)
-            logits = self.model(tokens, list(order))
+            tokens = self.tokens(step, micro, rank)
+            logits = self.logits(tokens, order)
             total = total + self.loss_of_tokens(logits.flatten(0, 1), tokens.roll(1).flatten()) + 0.1 * self.model.aux
         return total
+
+    def tokens(self, step: int, micro: int, rank: int) -> torch.Tensor:
+        """Return a batch of ``rank``."""
+        generator = torch.Generator().manual_seed(((self.plan.seed * 10 + step) * 10 + micro) * 10 + rank)
+        tokens = torch.randint(TOKENS, (self.plan.rows, LENGTH), generator=generator)
+        return tokens.to(self.device)
+
+    def logits(self, tokens: torch.Tensor, order: Iterable[int]) -> torch.Tensor:
+        """Return what the model makes of ``tokens``."""
+        logits: torch.Tensor = self.model(tokens, list(order))
+        return logits
 
     def loss_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of one rank's tokens."""
@@ -344,6 +207,10 @@ class Training:
         """Return the model that is trained."""
         return model
 
+    def numbers(self) -> Iterable[tuple[int, nn.Parameter]]:
+        """Return the parameters with their numbers in the plain model."""
+        return enumerate(self.parameters)
+
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return a new optimizer."""
         if self.plan.optimizer == "sgd":
@@ -357,9 +224,6 @@ class Training:
 
     def prepare(self, plan: StepPlan) -> None:
         """Begin a step."""
-        homes = [{id(p) for p in layer.parameters()} for layer in self.model.layers]
-        shared = {one for home in homes for one in home if sum(one in other for other in homes) > 1}
-        self.visited = {one for order in plan.orders for index in order for one in homes[index]} - shared
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=not plan.keeps_zeros)
 
@@ -382,8 +246,11 @@ class Training:
 
     def complete(self, plan: StepPlan) -> None:
         """Make gradients as complete as those of blocks: zero, where a block that ran did not use a parameter of its own."""
+        homes = [{id(p) for p in layer.parameters()} for layer in self.model.layers]
+        shared = {one for home in homes for one in home if sum(one in other for other in homes) > 1}
+        visited = {one for order in plan.orders for index in order for one in homes[index]} - shared
         for parameter in self.parameters:
-            if parameter.grad is None and parameter.requires_grad and id(parameter) in self.visited:
+            if parameter.grad is None and parameter.requires_grad and id(parameter) in visited:
                 parameter.grad = torch.zeros_like(parameter)
 
     def resume(self, number: int) -> None:
@@ -424,12 +291,12 @@ class ShardedTraining(Training):
     def resume(self, number: int) -> None:
         """Go on with another model, from a checkpoint."""
         save_checkpoint(self.folder, self.model, self.manager, step=number)
-        other = ShardedTraining(self.plan, self.folder)
+        other = type(self)(self.plan, self.folder)
         with torch.no_grad():
             for parameter in other.parameters:
                 parameter.zero_()
         load_checkpoint(self.folder, other.model, other.manager)
-        for name in ("model", "named", "parameters", "optimizers", "manager"):
+        for name in ("model", "named", "parameters", "numbered", "optimizers", "manager"):
             setattr(self, name, getattr(other, name))
 
     def build(self, model: Model) -> nn.Module:
@@ -470,8 +337,12 @@ class ShardedTraining(Training):
             self.manager.zero_grad()
         else:
             super().prepare(plan)
-        for layer, level, recomputes in zip(self.model.layers, plan.levels, plan.recompute, strict=True):
-            layer._zero_level, layer._use_checkpoint = level, recomputes
+        for index, layer in self.layers():
+            layer._zero_level, layer._use_checkpoint = plan.levels[index], plan.recompute[index]
+
+    def layers(self) -> Iterable[tuple[int, Any]]:
+        """Return the layers of this rank with their numbers."""
+        return enumerate(self.model.layers)
 
     def holding(self, is_held: bool) -> AbstractContextManager[Any]:
         """Inside, gradients may stay local."""
@@ -546,36 +417,3 @@ class ShardedTraining(Training):
         """Return the whole of ``tensor``, which is laid out like ``parameter``. Collective."""
         assert isinstance(parameter, DistributedParameter)
         return parameter.gather_all_like(tensor)
-
-
-def run_sharded(plan: Plan, folder: str) -> Record:
-    """Train by the ranks of this run. Collective."""
-    return ShardedTraining(plan, folder).run()
-
-
-def differences(
-    plan: Plan,
-    world_size: int,
-    folder: str,
-    device: str = "cpu",
-    run: Callable[..., Record] = run_sharded,
-    *arguments: Any,
-) -> list[str]:
-    """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
-
-    ``folder`` is for checkpoints. ``run(plan, folder, *arguments)`` is what ranks do.
-    """
-    expected = dict(Training(plan, world_size).run().values)
-    # Norms, and so what is clipped, are float32 for any parameters.
-    rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
-    init = {"device": device, "prefetch_bytes": plan.prefetch_bytes, "tp_size": plan.tp_size(world_size)}
-    messages = []
-    for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init)):
-        found = dict(record.values)
-        if list(found) != list(expected):
-            messages.append(f"rank {rank}: not in both: {sorted(set(expected) ^ set(found))}")
-        for name in [name for name in expected if name in found]:
-            value, other = expected[name], found[name]
-            if not torch.allclose(other.to(value.dtype), value, rtol=rtol, atol=atol):
-                messages.append(f"rank {rank}: {name} is off by {float((other - value).abs().max()):.3g}")
-    return messages

@@ -11,7 +11,9 @@ import pytest
 import torch
 from delays import PLACES, Where, delayed, overwrite_freed_memory
 from lane_trainings import Sharded, Values, cases, compare, plain, train
-from random_trainings import Plan, Record, ShardedTraining, differences, draw
+from random_differences import differences
+from random_plans import Plan, draw
+from random_trainings import Record, ShardedTraining
 
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
@@ -60,7 +62,7 @@ def run_delayed(plan: Plan, folder: str, where: Where) -> Record:
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("seed", [60, 65, 75, 9021, 9032, 9059, 9064])
 def test_delays_change_no_random_training(seed: int, where: Where, tmp_path: Path) -> None:
-    assert differences(draw(seed, tp=1), 2, str(tmp_path), "cuda", run_delayed, where) == []
+    assert differences(draw(seed, tp=1, pp=1), 2, str(tmp_path), "cuda", run_delayed, where) == []
 
 
 def is_reduced_right(*, keeps: bool) -> bool:

@@ -25,6 +25,7 @@ import train as example
 from bmt_core import DistributedParameter
 from bmt_core.cli import main as bmt_program
 from bmt_core.testing import RankFailure, run_ranks
+from callbacks import CALLBACKS
 from evaluation import Evaluation
 from generation import generate
 from models import GPT
@@ -391,11 +392,20 @@ def small(out: Path, *arguments: object) -> list[str]:
     return [*(f"--{name}={value}" for name, value in options.items()), *(str(argument) for argument in arguments)]
 
 
+def main_with_callback(line: list[str]) -> list[dict[str, Any]]:
+    """Run ``train.py`` and return what it hands to a callback."""
+    seen: list[dict[str, Any]] = []
+    example.main(line, callbacks=[lambda step, metrics: seen.append({"step": step, **metrics})])
+    return seen
+
+
 def small_run(out: Path, *arguments: object, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run ``train.py`` on the ranks of the pool and return its metrics."""
+    """Run ``train.py`` on the ranks of the pool and return its metrics, which a callback gets on rank 0 too."""
     line = small(out, "--max-bytes", 400_000, *arguments)
-    run_ranks(example.main, ranks, line, init=None, timeout=TIME_LIMIT)
+    seen = run_ranks(main_with_callback, ranks, line, init=None, timeout=TIME_LIMIT)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    first, *others = seen
+    assert first and first == records[-len(first) :] and not any(others)
     for record in records:
         record.pop("tokens_per_second", None)
     return records
@@ -410,7 +420,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("ranks", "arguments"),
     [
         (2, "--zero-level 3 --accumulate 2"),
-        (2, "--zero-level 2 --no-checkpoint"),
+        (2, "--zero-level 2 --no-checkpoint --overlap-forward --reduce-dtype param"),
         (2, "--zero-level 1 --accumulate 4"),
         (4, "--zero-level 0 --accumulate 2"),
         (2, "--tp 2 --zero-level 1 --accumulate 2"),
@@ -539,6 +549,35 @@ def test_weights_of_an_earlier_run_can_be_the_first(tmp_path: Path) -> None:
 def test_half_precision_learns(tmp_path: Path, one_rank: list[dict[str, Any]], options: str) -> None:
     records = small_run(tmp_path, "--steps", 6, *options.split())
     assert records[-1]["held_out_loss"] == pytest.approx(one_rank[-1]["held_out_loss"], rel=0.02)
+
+
+def test_a_mistake_ends_in_one_line_and_in_a_traceback_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["train.py", *small(tmp_path), "--device=cpu", "--data", str(tmp_path / "missing")]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        example.run()
+    assert ended.value.code == f"train.py, rank 0: ValueError: There is no file or directory {tmp_path / 'missing'}."
+    monkeypatch.setattr(sys, "argv", [*line, "--traceback"])
+    with pytest.raises(ValueError, match="no file or directory"):
+        example.run()
+    assert not bmt.is_initialized()
+    monkeypatch.setattr("options.importlib.util.find_spec", lambda package: None)
+    monkeypatch.setattr(sys, "argv", [*line, "--log-to", "wandb"])
+    with pytest.raises(SystemExit):
+        example.run()
+    assert "--log-to wandb needs the package wandb" in capsys.readouterr().err
+
+
+def test_metrics_go_to_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    CALLBACKS["tensorboard"](tmp_path, 2)(3, {"loss": 1.5, "lr": 0.25})
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(name, event.step, event.value) for name in ("loss", "lr") for event in events.Scalars(name)] == [
+        ("loss", 3, 1.5),
+        ("lr", 3, 0.25),
+    ]
 
 
 KILLED = f"""

@@ -27,7 +27,11 @@ def interrupt(*_: Any) -> None:
 
 
 def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[..., Any] = interrupt) -> list[Any]:
-    """The losses of the steps, by ``schedule``, or by the list; an error where ``act`` has raised, on ``stage`` in step ``at``."""
+    """The losses of the steps, by ``schedule``, or by the list; an error where ``act`` has raised, on ``stage`` in step ``at``.
+
+    Of several pipelines the first one fails, and the error ends the run.
+    """
+    is_only = current().topology.axis_size("dp") == 1
     model = Piped(4, 3, True)
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -35,7 +39,9 @@ def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[...
     calls = 0
 
     def is_time(which: str) -> bool:
-        return where == which and len(steps) == at and current().topology.axis_rank("pp") == stage
+        topology = current().topology
+        is_here = topology.axis_rank("pp") == stage and topology.axis_rank("dp") == 0
+        return where == which and len(steps) == at and is_here
 
     def forward_hook(module: Any, args: Any, output: torch.Tensor) -> None:
         nonlocal calls
@@ -71,7 +77,7 @@ def run(schedule: str | None, where: str, stage: int, at: int, act: Callable[...
             manager.step()
             steps.append(float(loss.detach()))
         except Exception as error:
-            if act is not interrupt:
+            if act is not interrupt or not is_only:
                 raise
             steps.append(error)
             calls = 0
@@ -138,3 +144,34 @@ def test_a_rank_that_is_gone_or_stops_is_named(how: str, schedule: str | None, w
     assert left.error_type == "RemoteError", left
     assert f"waited for stage {stage} (rank {stage}) to" in left.error_message
     assert f"Look at the output of rank {stage}" in left.error_message
+
+
+@pytest.mark.parametrize(
+    ("act", "schedule", "where", "told"),
+    [
+        (
+            interrupt,
+            "1f1b",
+            "backward",
+            "Stage 1 of the pipeline (rank 2) failed in the computation of a step: Traceback",
+        ),
+        (leave, None, "forward", "Look at the output of rank"),
+        (stop, "zero-bubble", "forward", "Look at the output of rank"),
+    ],
+)
+def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
+    act: Callable[..., Any], schedule: str | None, where: str, told: str
+) -> None:
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30 if act is leave else 12}
+    outcomes = rank_pool(4).outcomes(
+        run, schedule, where, 1, 1, act, init=init, timeout=100, grace=5.0 if act is stop else 20.0
+    )
+    failed = outcomes[2]
+    assert failed.error_type == {interrupt: "Interrupt", leave: "Died", stop: "Hung"}[act]
+    for rank in (0, 1, 3):
+        assert outcomes[rank].error_type == "RemoteError", outcomes[rank]
+        assert told in outcomes[rank].error_message and "tage 1 (rank" in outcomes[rank].error_message.replace(
+            "of the pipeline ", ""
+        )
+        if act is interrupt:
+            assert "no luck" in outcomes[rank].error_message

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
-from pipeline_trainings import compare, expected, on_grid, scheduled
+import torch
+from pipeline_trainings import Record, compare, expected, on_grid, scheduled
 
 LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -25,3 +27,18 @@ def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, grid: str, mic
     wanted = expected(LAYERS)
     for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, micro_batches, **options):
         compare(record, wanted)
+
+
+def compiled() -> Record:
+    """Train with compiled layers, which are traced and differentiated as usual and run as they are."""
+    compile = torch.compile
+    torch.compile = functools.partial(compile, backend="aot_eager")  # type: ignore[assignment]
+    try:
+        return scheduled(2, 3, True, "zero-bubble", 4, compile=True)
+    finally:
+        torch.compile = compile
+
+
+def test_compiled_layers_train_as_plain_torch() -> None:
+    for record in on_grid("pp 2", compiled, timeout=120):
+        compare(record, expected(2))

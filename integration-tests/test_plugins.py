@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 import bmtrain as bmt
 from bmt_core.comm import Group
 from bmt_core.errors import BmtError, ConfigError, PluginError
+from bmt_core.ops import OPERATIONS, KernelProvider, reference
+from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.testing import Outcome, rank_pool, run_ranks
 
 TIME_LIMIT = 60.0
@@ -242,6 +245,54 @@ def test_training_with_both_chosen_by_name_equals_plain_torch() -> None:
         assert all(call.ranks == (0, 1) and call.bytes == call.numel * call.dtype.itemsize for call in calls)
     issued = [[call[:4] for call in calls] for _, calls in results]
     assert issued[0] == issued[1], "both ranks must issue the same collectives in the same order"
+
+
+# --- kernels of a plugin in front of those of bmt-kernels ---
+
+
+class CountedSums(KernelProvider):
+    """One operation, and a count of its calls."""
+
+    name = "sums"
+    device_type = "cpu"
+    calls = 0
+
+    def available(self) -> str | None:
+        return None
+
+    def powers_sum(
+        self, tensors: Sequence[torch.Tensor], p: float, weights: Sequence[float], device: torch.device
+    ) -> torch.Tensor:
+        CountedSums.calls += 1
+        return reference.powers_sum(tensors, p, weights, device)
+
+
+class OffersSums:
+    @hookimpl
+    def bmt_kernel_providers(self) -> list[type[KernelProvider]]:
+        return [CountedSums]
+
+
+def sources_of_kernels_in_a_step() -> tuple[str, dict[str, str], int]:
+    bmt.init_distributed(device="cpu", plugins=[OffersSums()])
+    model = bmt.BMTrainModelWrapper(make_model())
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    manager.backward(loss_of(model, batch(0)))
+    manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+    manager.step()
+    kernels = bmt.current().kernels
+    sources = {operation: provider.name for operation, provider in kernels.provider_of.items()}
+    return kernels.name, sources, CountedSums.calls
+
+
+def test_kernel_of_a_plugin_overrides_one_operation_and_the_rest_comes_from_the_next_provider() -> None:
+    results = run_ranks(sources_of_kernels_in_a_step, 2, init=None, env={"BMT_KERNELS": ""})
+    for name, sources, calls in results:
+        assert name == "sums + cpu"
+        assert sources == {**dict.fromkeys(OPERATIONS, "cpu"), "powers_sum": "sums"}
+        assert calls == 1
 
 
 # --- errors: one clear message on every rank, and nobody hangs ---

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from random_trainings import differences, draw
+from random_differences import differences
+from random_plans import draw
 
 # Those of 12, 29 and 34 have found mistakes.
 SEEDS = {1: [12, 29, 34], 2: [12, 29, 34, *range(60, 67)], 4: [29, *range(70, 74)]}
@@ -17,9 +18,23 @@ CASES = [
     *[(size, tp, seed) for (size, tp), seeds in PARALLEL.items() for seed in seeds],
 ]
 
+# By number of ranks, pipe_size and tp_size, with layers on stages: lists and schedules, several pipelines, a step that fails.
+PIPELINED = {(2, 2, 1): [200, 201], (4, 2, 1): [11], (4, 2, 2): [50]}
+
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
 @pytest.mark.parametrize(("world_size", "tp", "seed"), CASES)
 def test_a_random_training_equals_plain_torch(world_size: int, tp: int, seed: int, tmp_path: Path) -> None:
-    plan = draw(seed, tp)
+    plan = draw(seed, tp, pp=1)
+    assert differences(plan, world_size, str(tmp_path)) == [], plan
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("world_size", "pp", "tp", "seed"), [(*grid, seed) for grid, seeds in PIPELINED.items() for seed in seeds]
+)
+def test_a_random_training_on_stages_equals_plain_torch(
+    world_size: int, pp: int, tp: int, seed: int, tmp_path: Path
+) -> None:
+    plan = draw(seed, tp, pp)
     assert differences(plan, world_size, str(tmp_path)) == [], plan

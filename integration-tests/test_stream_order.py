@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from lane_trainings import Sharded, Values, cases, compare, plain, train
-from random_trainings import ShardedTraining, draw
+from random_plans import draw
+from random_trainings import ShardedTraining
 from stream_order import PrivateBackend, ordered
 from torch import nn
 
@@ -46,7 +47,7 @@ def test_what_lanes_use_is_kept_and_waited_for(level: int, recomputes: bool, pre
 
 def random_training(seed: int, folder: str) -> tuple[list[str], int]:
     with ordered() as order:
-        training = ShardedTraining(draw(seed, tp=1), folder)
+        training = ShardedTraining(draw(seed, tp=1, pp=1), folder)
         training.run()
     return order.mistakes, order.uses
 

@@ -2,20 +2,23 @@
 """Test packages alone: each in a bare virtual environment that holds its declared dependencies and nothing else of ours.
 
 What a package uses without declaring it fails here. Then the facade is added, and must name the package that provides
-each name which cannot be had.
+each name which cannot be had. The wheels are built as users build them: pip makes an environment with what the package
+declares for its build, and takes the CMake and ninja of the machine where they are new enough.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import dev
 
@@ -48,34 +51,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {directory.name: directory for directory in dev.package_directories()}
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PKG", help=f"any of {', '.join(known)} (default: all)")
-    names = parser.parse_args(arguments).packages or list(known)
+    oldest_help = "with the oldest versions that the packages declare, for building and for running, torch left out"
+    parser.add_argument("--oldest", action="store_true", help=oldest_help)
+    options = parser.parse_args(arguments)
+    names = options.packages or list(known)
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no package is named {', '.join(unknown)}; there are {', '.join(known)}")
-    dev.setup()
     results: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="bmt-isolated-") as temporary:
-        wheels = Path(temporary, "wheels")
-        status = dev.build_wheels(wheels, list(known.values()))
+        wheels, constraints = Path(temporary, "wheels"), dev.REQUIREMENTS
+        if options.oldest:
+            constraints = Path(temporary, "oldest.txt")
+            constraints.write_text("\n".join(oldest_versions(known.values())))
+            print(constraints.read_text())
+        needed = {sibling for name in names for sibling in [*siblings_of(known[name]), "bmt-train"]}
+        sources = [directory for directory in known.values() if project_of(directory)["name"] in needed]
+        builder = new_environment(Path(temporary, "builder"))
+        command = [
+            builder,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            str(wheels),
+            *map(str, sources),
+        ]
+        # A constraint in the environment holds where pip installs what a build needs too.
+        constrained = {"PIP_CONSTRAINT": str(constraints)} if options.oldest else {}
+        status = subprocess.run(command, cwd=temporary, env={**environment(), **constrained}).returncode
         if status != 0:
             return status
         for name in names:
             with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=temporary) as directory:
-                results[name] = check_package(known[name], wheels, Path(directory))
+                results[name] = check_package(known[name], wheels, Path(directory), constraints)
     print()
     for name, result in results.items():
         print(f"{'ok    ' if result == 'ok' else 'FAILED'} {name}" + ("" if result == "ok" else f": {result}"))
     return 0 if set(results.values()) == {"ok"} else 1
 
 
-def check_package(package: Path, wheels: Path, directory: Path) -> str:
+def check_package(package: Path, wheels: Path, directory: Path, constraints_file: Path) -> str:
     """Install and test the package of directory ``package``, in ``directory``; return "ok" or what failed."""
     print(f"\n== {package.name}", flush=True)
-    environment = directory / "venv"
-    venv.create(environment, with_pip=True)
-    python = str(environment / "bin" / "python")
+    python = new_environment(directory / "venv")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     ours = [str(wheel_of(name, wheels)) for name in siblings_of(package)]
-    constraints = ["--constraint", str(dev.REQUIREMENTS)]
+    constraints = ["--constraint", str(constraints_file)]
     tests = ["-c", str(dev.ROOT / "pyproject.toml"), "--rootdir", str(dev.ROOT), "-p", "no:cacheprovider", "-q"]
     steps = {
         "installing": [*pip, *constraints, *ours, *TEST_REQUIREMENTS],
@@ -85,14 +108,45 @@ def check_package(package: Path, wheels: Path, directory: Path) -> str:
     }
     for what, command in steps.items():
         # Not from the tree: `python -m` puts the current directory first on the path.
-        if subprocess.run(command, cwd=directory, env=dev.environment()).returncode != 0:
+        if subprocess.run(command, cwd=directory, env=environment()).returncode != 0:
             return what
     return "ok"
 
 
+def new_environment(directory: Path) -> str:
+    """Make a virtual environment with nothing but pip, and return its Python."""
+    venv.create(directory, with_pip=True)
+    return str(directory / "bin" / "python")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a user who has no ``.venv``: the machine's own programs, and builds that begin anew."""
+    ours = {"SKBUILD_BUILD_DIR", "VIRTUAL_ENV"}
+    inherited = {name: value for name, value in dev.environment().items() if name not in ours}
+    return {**inherited, "PATH": os.environ.get("PATH", os.defpath), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def oldest_versions(packages: Iterable[Path]) -> list[str]:
+    """Return a pip constraint for the lowest version that each ``name>=version`` of ``packages`` allows; torch stays as pinned."""
+    lowest = {line for line in dev.REQUIREMENTS.read_text().splitlines() if line.startswith("torch==")}
+    for package in packages:
+        settings = tomllib.loads((package / "pyproject.toml").read_text())
+        for requirement in [*settings["build-system"]["requires"], *settings["project"]["dependencies"]]:
+            name, found, version = requirement.partition(">=")
+            if found and name != "torch":
+                lowest.add(f"{name}=={version}")
+    return sorted(lowest)
+
+
+def project_of(package: Path) -> dict[str, Any]:
+    """Return the table ``project`` of the package in the directory ``package``."""
+    project: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return project
+
+
 def siblings_of(package: Path) -> list[str]:
     """Return the names of ``package`` itself and of the packages of ours that it requires, and those require."""
-    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    project = project_of(package)
     names = [project["name"]]
     for requirement in project["dependencies"]:
         match = re.match(r"[A-Za-z0-9-]+", requirement)

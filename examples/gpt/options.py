@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from bmt_core.settings import DEFAULT_REDUCE_DTYPE, ReduceDtype
 from bmt_pipeline.schedules import SCHEDULES
+from callbacks import CALLBACKS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTS = "checkpoints"
+_INSTALL = {"tensorboard": "pip install tensorboard", "wandb": "pip install wandb"}
 # What a run that goes on must have in common with the one that it goes on from.
 _FIXED = (
     "seed",
@@ -60,6 +64,11 @@ class Options:
     micro_batches: int | None
     schedule: str
     checkpoint: bool
+    compile: bool
+    reduce_dtype: ReduceDtype
+    overlap_forward: bool
+    log_to: list[str]
+    traceback: bool
     log_every: int
     eval_every: int
     eval_windows: int
@@ -72,6 +81,7 @@ class Options:
         """Return the options in ``arguments`` (None: the command line), or end the program with an explanation."""
         parser = _parser()
         values = vars(parser.parse_args(arguments))
+        values["log_to"] = values["log_to"] or []
         options = cls(**values)
         positive = "steps batch_size seq_len accumulate layers dim heads tp pipe micro_batches log_every eval_every"
         for name in [*positive.split(), "eval_windows", "checkpoint_every"]:
@@ -85,6 +95,13 @@ class Options:
             parser.error("--pipe divides the batch into --micro-batches: leave out --accumulate.")
         if options.pipe == 1 and (options.micro_batches or options.schedule != parser.get_default("schedule")):
             parser.error("--micro-batches and --schedule are those of a pipeline: give --pipe 2 or more.")
+        if options.overlap_forward and options.optimizer != "adam":
+            parser.error(f"--overlap-forward is an option of the optimizer adam, and not of {options.optimizer}.")
+        for package in options.log_to:
+            if importlib.util.find_spec(package) is None:
+                parser.error(
+                    f"--log-to {package} needs the package {package}, which is not installed: {_INSTALL[package]}"
+                )
         return options
 
     def fixed(self) -> dict[str, Any]:
@@ -148,7 +165,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     sharding("--device", metavar="DEVICE", help="cpu or cuda; without: cuda where there is one")
 
+    speed = _adder(parser, "speed")
+    speed("--compile", action="store_true", help="compile the blocks with torch.compile")
+    reduce_help = "how gradients of half types are summed; param: in their own dtype, for the least traffic"
+    speed("--reduce-dtype", choices=get_args(ReduceDtype), default=DEFAULT_REDUCE_DTYPE, help=reduce_help)
+    overlap_help = "on GPUs, with Adam: update parameters while the next forward begins"
+    speed("--overlap-forward", action="store_true", help=overlap_help)
+
     reports = _adder(parser, "reports")
+    log_help = "write metrics there too, in --out or by the settings of wandb; may be given twice"
+    reports("--log-to", choices=sorted(CALLBACKS), action="append", help=log_help)
+    reports("--traceback", action="store_true", help="show where an error came from, not only what it says")
     reports("--log-every", type=int, default=10, help="steps between lines of metrics")
     reports("--eval-every", type=int, default=100, help="steps between evaluations on held-out text")
     reports("--eval-windows", type=int, default=512, help="sequences in an evaluation")

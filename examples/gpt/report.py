@@ -6,12 +6,15 @@ import importlib.util
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from callbacks import Callback
 
 SECONDS_BETWEEN_DRAWINGS = 15
 
@@ -22,13 +25,16 @@ class Report:
     The curve is drawn again and again while training goes on.
 
     Made on every rank, it does something only where ``active``. Records of steps after ``first_step``, from a run that got
-    further before it stopped, are dropped.
+    further before it stopped, are dropped. ``callbacks`` are called with what each further record of a step holds.
     """
 
-    def __init__(self, folder: Path, *, first_step: int, steps: int, active: bool) -> None:
+    def __init__(
+        self, folder: Path, *, first_step: int, steps: int, active: bool, callbacks: Sequence[Callback] = ()
+    ) -> None:
         self._folder = folder
         self._steps = steps
         self._active = active
+        self._callbacks = callbacks
         self._records: list[dict[str, Any]] = []
         self._drawn_at = time.monotonic()
         self._progress: Progress | None = None
@@ -97,6 +103,9 @@ class Report:
         self._records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        step, measured = int(values.pop("step")), {name: float(value) for name, value in values.items()}
+        for callback in self._callbacks:
+            callback(step, measured)
         if time.monotonic() - self._drawn_at > SECONDS_BETWEEN_DRAWINGS and importlib.util.find_spec("matplotlib"):
             self._draw()
 

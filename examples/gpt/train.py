@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 import bmtrain as bmt
 from bmt_pipeline import train_step
+from callbacks import CALLBACKS, Callback
 from evaluation import Evaluation
 from generation import generate, printable
 from meter import Meter
@@ -23,8 +26,11 @@ from text import VOCABULARY, Text, read_text
 from windows import Shard, Windows
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line asks."""
+def main(arguments: Sequence[str] | None = None, *, callbacks: Sequence[Callback] = ()) -> None:
+    """Train as the command line asks.
+
+    On rank 0 every one of ``callbacks`` is called with the step and the metrics of each record in ``metrics.jsonl``.
+    """
     options = Options.parse(arguments)
     bmt.init_distributed(
         seed=options.seed,
@@ -32,14 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tp_size=options.tp,
         zero_level=options.zero_level,
         device=options.device,
+        reduce_dtype=options.reduce_dtype,
     )
     try:
-        train(options)
+        train(options, callbacks)
     finally:
         bmt.shutdown()
 
 
-def train(options: Options) -> None:
+def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
     """Train, evaluate, save and sample. Collective."""
     check_sizes(options)
     text = read_text(options.data, options.max_bytes)
@@ -56,7 +63,8 @@ def train(options: Options) -> None:
 
     model = build_model(options)
     loss_func = bmt.loss.FusedCrossEntropy(parallel=True)
-    optimizer = bmt.optim.create(options.optimizer, model.parameters(), lr=options.lr)
+    overlap = {"overlap_forward": True} if options.overlap_forward else {}
+    optimizer = bmt.optim.create(options.optimizer, model.parameters(), lr=options.lr, **overlap)
     # The schedule counts the step under way, from 1: at 0 the learning rate is 0.
     lr_scheduler = bmt.lr_scheduler.Cosine(
         optimizer, start_lr=options.lr, warmup_iter=options.warmup, end_iter=options.steps + 1, num_iter=1
@@ -80,7 +88,11 @@ def train(options: Options) -> None:
         extra = {"identity": identity, "first_loss": first_loss}
         return bmt.save_checkpoint(options.out / CHECKPOINTS, model, optim_manager, step=step, extra=extra)
 
-    with Report(options.out, first_step=done, steps=options.steps, active=bmt.rank() == 0) as report:
+    if bmt.rank() == 0:
+        callbacks = [*callbacks, *(CALLBACKS[name](options.out, done) for name in options.log_to)]
+    with Report(
+        options.out, first_step=done, steps=options.steps, active=bmt.rank() == 0, callbacks=callbacks
+    ) as report:
         report.say(
             f"{count_parameters(model):,} parameters, {windows.length * len(windows):,} bytes to train on from"
             f" {len(text.training)} documents, {len(text.held_out)} documents held out"
@@ -94,7 +106,6 @@ def train(options: Options) -> None:
         meter = Meter()
         for step in range(done + 1, options.steps + 1):
             inputs, targets = windows.take(shard.indices(step - 1))
-            optim_manager.zero_grad()
             if options.pipe > 1:
                 loss = pipeline_gradients(model, loss_func, optim_manager, inputs, targets, options)
             else:
@@ -102,6 +113,7 @@ def train(options: Options) -> None:
             grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=options.clip)
             lr = lr_scheduler.current_lr
             optim_manager.step()
+            optim_manager.zero_grad()  # here, so that evaluation and the next forward have the gradients' memory
 
             meter.add(loss, inputs.numel())
             report.advance(step)
@@ -140,6 +152,7 @@ def build_model(options: Options) -> GPT:
         bias=True,
         dtype=DTYPES[options.dtype],
         use_checkpoint=options.checkpoint,
+        compile=options.compile,
         chunks=2 if options.schedule == "interleaved" else 1,
     )
     bmt.init_parameters(model)
@@ -274,5 +287,15 @@ def write_sample(options: Options, model: torch.nn.Module, report: Report) -> No
         (options.out / "sample.txt").write_text(sample, encoding="utf-8")
 
 
+def run() -> None:
+    """Run :func:`main`, and end with one line where the user, a file or the installation has to be mended."""
+    try:
+        main()
+    except (bmt.BmtError, ValueError, OSError) as error:
+        if "--traceback" in sys.argv:
+            raise
+        sys.exit(f"train.py, rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
+
+
 if __name__ == "__main__":
-    main()
+    run()

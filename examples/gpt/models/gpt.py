@@ -46,7 +46,7 @@ class TransformerEncoder(bmt.DistributedModule):
 
 
 class GPT(PipelineModel):
-    """The GPT of BMTrain's example. ``use_checkpoint`` and ``zero_level`` are those of every block: see ``bmt.Block``.
+    """The GPT of BMTrain's example. ``use_checkpoint``, ``zero_level`` and ``compile`` are those of every block: see ``bmt.Block``.
 
     ``chunks``: into how many parts the blocks of one stage are cut, for schedules that want several.
     ``tp`` must divide ``num_heads``, ``dim_ff``, ``vocab_size`` and the length of what it is called with.
@@ -66,6 +66,7 @@ class GPT(PipelineModel):
         *,
         use_checkpoint: bool = True,
         zero_level: int | None = None,
+        compile: bool = False,
         chunks: int = 1,
     ) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class GPT(PipelineModel):
 
         def make_block() -> torch.nn.Module:
             block = TransformerEncoder(dim_model, dim_head, num_heads, dim_ff, bias, dtype)
-            return bmt.Block(block, use_checkpoint=use_checkpoint, zero_level=zero_level, mode="PIPE")
+            return bmt.Block(block, use_checkpoint=use_checkpoint, zero_level=zero_level, compile=compile, mode="PIPE")
 
         # Functions, not blocks: each stage makes its own blocks and no others.
         self.transformers = bmt.PipelineTransformerBlockList([make_block] * num_layers, batch_dim=1, chunks=chunks)

@@ -15,6 +15,7 @@ from bmt_core.cli import COMMANDS, main
 from bmt_core.cli.bench import parse_bytes
 from bmt_core.cli.environment import Finding, Machine, examine_environment
 from bmt_core.core_plugin import bmt_cli_commands
+from bmt_core.packages import Package
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Bmt = Callable[..., Result]
@@ -183,29 +184,104 @@ def test_doctor_judges_the_environment(
     assert result.exit_code == int(is_broken)
 
 
-def test_doctor_says_why_kernels_are_not_active(bmt: Bmt, install: Install) -> None:
-    here, elsewhere = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
-    install(
-        "fast-kernels",
-        f"""
+KERNELS = """
+from bmt_core.ops import KernelProvider, reference
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.ops import KernelProvider
-class Fast(KernelProvider):
-    name = "fast"
+class Wide(KernelProvider):
+    name = "wide"
     device_type = "{here}"
+    priority = -100
+    adam_step = staticmethod(reference.adam_step)
+    scale_ = staticmethod(reference.scale_)
+    def available(self):
+        return None
+class Broken(Wide):
+    name = "broken"
     def available(self):
         return "this device has no AVX-1024"
-class Other(Fast):
-    name = "other"
+class Elsewhere(Wide):
+    name = "elsewhere"
     device_type = "{elsewhere}"
 @hookimpl
 def bmt_kernel_providers():
-    return [Fast, Other]
-""",
+    return [Wide, Broken, Elsewhere]
+"""
+SCALE = """
+from bmt_core.ops import KernelProvider, reference
+from bmt_core.plugins.hookspecs import hookimpl
+class Mine(KernelProvider):
+    name = "mine"
+    device_type = "{here}"
+    scale_ = staticmethod(reference.scale_)
+    def available(self):
+        return None
+@hookimpl
+def bmt_kernel_providers():
+    return [Mine]
+"""
+
+
+def rows_of(output: str) -> list[list[str]]:
+    """The cells of all tables."""
+    lines = [line.strip("│ ") for line in output.splitlines() if "│" in line]
+    return [[cell.strip() for cell in line.split("│")] for line in lines]
+
+
+def test_doctor_and_plugins_show_which_kernels_come_from_whom(
+    bmt: Bmt, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 400)
+    here, elsewhere = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
+    install("wide-kernels", KERNELS.format(here=here, elsewhere=elsewhere))
+    install("my-scale", SCALE.format(here=here))
+    both = ("wide-kernels", "my-scale")
+    rows = rows_of(bmt("doctor", plugins=both).output)
+    left = "cross_entropy_backward, cross_entropy_forward, has_non_finite, powers_sum, zero_if_"
+    expected = [
+        ["mine", "my-scale", "ok", f"active on {here} for scale_"],
+        ["broken", "wide-kernels", "", "cannot be used: this device has no AVX-1024"],
+        ["elsewhere", "wide-kernels", "", f"is for {elsewhere}, and runs here use {here}"],
+        ["wide", "wide-kernels", "ok", f"active on {here} for adam_step"],
+        ["reference", "bmt-core", "ok", f"active on {here}: plain torch, for what no provider has: {left}"],
+    ]
+    assert [row for row in rows if row in expected] == expected
+    rows = rows_of(bmt("plugins", plugins=both).output)
+    expected = [
+        ["mine", "my-scale", here, "0", "scale_"],
+        ["broken", "wide-kernels", here, "-100", "adam_step, scale_"],
+        ["elsewhere", "wide-kernels", elsewhere, "-100", "adam_step, scale_"],
+        ["wide", "wide-kernels", here, "-100", "adam_step, scale_"],
+    ]
+    assert [row for row in rows if row in expected] == expected
+
+
+def test_doctor_names_packages_that_are_missing_or_do_not_fit(bmt: Bmt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 400)
+    versions = {"bmt-core": "1.0", "bmt-fits": "1.0", "bmt-old": "0.9", "bmtrain": "1.0.1"}
+    monkeypatch.setattr("bmt_core.cli.doctor._version_of", versions.get)
+    packages = {
+        "bmt-fits": Package("json", "", ""),
+        "bmt-none": Package("bmt_none", "nothing", "type this"),
+        "bmt-old": Package("json", "", ""),
+        "bmt-path": Package("json", "", ""),
+        "bmt-train": Package("json", "", "type that"),
+    }
+    monkeypatch.setattr("bmt_core.cli.doctor.PACKAGES", packages)
+    result = bmt("doctor")
+    assert result.exit_code == 1
+    found = {
+        name: (state, text)
+        for name, state, text in (row for row in rows_of(result.output) if len(row) == 3)
+        if name in packages
+    }
+    assert found["bmt-fits"] == ("ok", "1.0")
+    assert found["bmt-none"] == ("", "not installed: nothing. Install it with: type this")
+    assert found["bmt-old"] == ("error", "version 0.9, beside bmt-core 1.0. Install one version of all packages.")
+    assert (
+        found["bmt-path"][0] == "warning"
+        and "json can be imported and bmt-path is not installed" in found["bmt-path"][1]
     )
-    output = bmt("doctor", plugins=("fast-kernels",)).output
-    assert "cannot be used: this device has no AVX-1024" in output
-    assert f"is for {elsewhere}, and runs here use {here}" in output
+    assert found["bmt-train"][0] == "error" and found["bmt-train"][1].startswith("BMTrain 1.0.1")
 
 
 def test_doctor_shows_the_axes_of_the_grid_and_who_asks_for_them(bmt: Bmt, install: Install) -> None:

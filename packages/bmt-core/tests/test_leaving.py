@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -74,14 +75,19 @@ if runtime.rank() == 0:
     world.all_reduce(torch.ones(1000))
     raise ValueError("no luck")
 sys.stdin.read()
+world.all_reduce(torch.ones(1000)).wait()
 """
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_failed_leaves_while_a_collective_waits_for_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_failed_leaves_without_the_others_whose_last_line_names_it() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
     def start(rank: int) -> subprocess.Popen[str]:
         env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        command = [sys.executable, "-c", PROGRAM, f"file://{tmp_path}/meeting"]
+        command = [sys.executable, "-c", PROGRAM, f"tcp://127.0.0.1:{port}"]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -92,7 +98,9 @@ def test_a_rank_that_failed_leaves_while_a_collective_waits_for_the_others(tmp_p
         assert "ValueError: no luck" in errors and "terminate" not in errors
         assert other.poll() is None
         _, errors = other.communicate(timeout=60)
-        assert other.returncode == 0, errors
+        assert other.returncode == 1
+        last_line = errors.strip().splitlines()[-1]
+        assert "CallError: Rank 0 has failed (ValueError: no luck)." in last_line, errors
     finally:
         failing.kill()
         other.kill()

@@ -13,7 +13,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_core.errors import ConfigError, PluginError
-from bmt_core.ops import OPERATIONS, REFERENCE, HostFlag, KernelProvider, Kernels, choose_kernels, reference
+from bmt_core.ops import (
+    OPERATIONS,
+    REFERENCE,
+    HostFlag,
+    KernelProvider,
+    Kernels,
+    choose_host_kernels,
+    choose_kernels,
+    reference,
+)
 from bmt_core.run import runtime
 
 CPU = torch.device("cpu")
@@ -78,7 +87,7 @@ def test_provider_is_used_for_what_it_has_and_the_reference_for_the_rest() -> No
     kernels = Kernels(provider)
     assert kernels.scale_ == provider.scale_
     assert kernels.adam_step is reference.adam_step
-    assert kernels.provider_name == "fast"
+    assert kernels.name == "fast"
     assert kernels.on(CPU) is kernels
     assert kernels.on(torch.device("cuda")) is REFERENCE
 
@@ -102,22 +111,58 @@ def test_provider_with_other_parameters_is_refused() -> None:
         Kernels(WrongParameters())
 
 
-def test_the_usable_provider_of_the_device_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usable_providers_of_the_device_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BMT_KERNELS", raising=False)
-    assert choose_kernels({}, CPU).provider_name == "reference"
-    assert choose_kernels({"fast": Fast, "on_cuda": OnCuda, "broken": Broken}, CPU).provider_name == "fast"
-    assert choose_kernels({"on_cuda": OnCuda, "broken": Broken}, CPU).provider_name == "reference"
+    assert choose_kernels({}, CPU).name == "reference"
+    assert choose_kernels({"fast": Fast, "on_cuda": OnCuda, "broken": Broken}, CPU).name == "fast"
+    assert choose_kernels({"on_cuda": OnCuda, "broken": Broken}, CPU).name == "reference"
 
 
-def test_two_usable_providers_need_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    both: dict[str, type[KernelProvider]] = {"fast": Fast, "other": Other}
-    monkeypatch.delenv("BMT_KERNELS", raising=False)
-    with pytest.raises(PluginError, match=r"fast and other.*BMT_KERNELS=fast"):
-        choose_kernels(both, CPU)
-    monkeypatch.setenv("BMT_KERNELS", "other")
-    assert choose_kernels(both, CPU).provider_name == "other"
-    monkeypatch.setenv("BMT_KERNELS", "reference")
-    assert choose_kernels(both, CPU).provider_name == "reference"
+class Wide(Fast):
+    name = "all"
+    priority = -1
+
+    def zero_if_(self, tensors: Any, flag: Any) -> None:
+        reference.zero_if_(tensors, flag)
+
+
+STACK: dict[str, type[KernelProvider]] = {"all": Wide, "other": Other, "fast": Fast, "on_cuda": OnCuda}
+
+
+@pytest.mark.parametrize(
+    ("names", "scale", "zero_if", "name"),
+    [
+        ("", "fast", "all", "fast + all"),  # by priority, then by name; "other" has nothing left to do
+        ("all", "all", "all", "all"),
+        ("other, all", "other", "all", "other + all"),
+        ("all,other", "all", "all", "all"),
+        ("on_cuda,other", "other", None, "other"),
+        ("reference", None, None, "reference"),
+    ],
+)
+def test_each_operation_comes_from_the_first_provider_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, names: str, scale: str | None, zero_if: str | None, name: str
+) -> None:
+    monkeypatch.setenv("BMT_KERNELS", names)
+    kernels = choose_kernels(STACK, CPU)
+    assert kernels.name == name
+    for operation, expected in (("scale_", scale), ("zero_if_", zero_if), ("adam_step", None)):
+        function = getattr(kernels, operation)
+        if expected is None:
+            assert function is getattr(reference, operation) and operation not in kernels.provider_of
+        else:
+            assert function.__self__.name == kernels.provider_of[operation].name == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [("", "fast + all"), ("on_cuda", "fast + all"), ("on_cuda,other", "other"), ("reference", "reference")],
+)
+def test_kernels_on_the_host_follow_names_for_the_host(
+    monkeypatch: pytest.MonkeyPatch, names: str, expected: str
+) -> None:
+    monkeypatch.setenv("BMT_KERNELS", names)
+    assert choose_host_kernels(STACK).name == expected
 
 
 @pytest.mark.parametrize(
@@ -125,7 +170,8 @@ def test_two_usable_providers_need_a_choice(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("fats", "No kernel provider is named 'fats'.*Did you mean 'fast'.*Known: broken, fast, on_cuda, reference"),
         ("on_cuda", "BMT_KERNELS=on_cuda has kernels for cuda, and this run is on cpu"),
-        ("broken", "'broken'.*cannot run here: libfast.so was built for another processor"),
+        ("fast,broken", "'broken'.*cannot run here: libfast.so was built for another processor"),
+        ("fast,reference", "BMT_KERNELS=fast,reference: 'reference' stands alone"),
     ],
 )
 def test_a_name_that_cannot_be_used_is_an_error(name: str, message: str) -> None:
@@ -140,7 +186,7 @@ def test_bmt_kernels_is_read_at_start_and_a_bad_name_is_an_error_on_every_rank(r
 
 
 def _provider_name() -> str:
-    return runtime.current().kernels.provider_name
+    return runtime.current().kernels.name
 
 
 def _start_error() -> str:

@@ -19,7 +19,8 @@ from torch.distributed import HashStore, Store
 
 from bmt_core.comm import CommBackend, CommContext, Group, TorchBackend
 from bmt_core.errors import ConfigError, PluginError
-from bmt_core.ops import KernelProvider
+from bmt_core.ops import KernelProvider, choose_kernels
+from bmt_core.packages import PACKAGES
 from bmt_core.plugins import PluginInfo, Registry, compare_across_ranks, hookspecs
 from bmt_core.plugins.comparison import RankPlugins, describe_differences
 from bmt_core.plugins.hookspecs import hookimpl
@@ -255,6 +256,26 @@ def test_unknown_name_gets_the_nearest_and_all_known() -> None:
     with pytest.raises(PluginError) as caught:
         registry_of(OffersSgd()).find("optimizer", "sdg")
     assert str(caught.value) == "No optimizer is named 'sdg'. Did you mean 'sgd'? Known: sgd."
+
+
+def test_what_a_missing_package_offers_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(
+            PluginError, match=r"'nccl-native' is provided by bmt-kernels, which is not installed.*kernels"
+        ):
+            load_only("bmt-core").find("comm backend", "nccl-native")
+        with pytest.raises(ConfigError, match=r"BMT_KERNELS=cpu: .*'cpu' is provided by bmt-kernels"):
+            choose_kernels({}, torch.device("cpu"), "cpu")
+
+
+def test_names_that_packages_are_said_to_offer_are_theirs() -> None:
+    registry = Registry.load_what_works()
+    installed = {info.name for info in registry.describe()}
+    for name, package in PACKAGES.items():
+        if name in installed - {"bmt-core"}:
+            theirs = [offer for offers in registry.names_of(name).values() for offer in offers]
+            assert set(theirs) == set(package.offers)
 
 
 def test_unknown_kind_is_our_callers_mistake() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bmt_core.comm import TorchBackend
-from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
 from bmt_core.settings import MeshAxis, RunSettings
@@ -159,15 +159,38 @@ def test_where_a_name_is_accepted_a_class_is_too() -> None:
     assert run_ranks(own_backend, 2, init=None) == ["mine", "mine"]
 
 
-def absent() -> None:
-    if os.environ["RANK"] == "0":
-        runtime.init_distributed(device="cpu", timeout=2)
+def absent() -> str:
+    """Rank 0 waits for another rank, in a run whose store the launcher serves, and in one where rank 0 does."""
+    if os.environ["RANK"] == "1":
+        return ""
+    said = []
+    for is_served in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_served))
+            patch.setenv("MASTER_PORT", os.environ["MASTER_PORT"] if is_served else "0")
+            patch.setattr("bmt_core.run.start_section.WARN_AFTER", 0.5)
+            with pytest.raises(RemoteError) as caught:
+                runtime.init_distributed(device="cpu", timeout=1)
+            said.append(str(caught.value))
+    return " ".join(said)
 
 
 def test_ranks_that_never_start_are_named() -> None:
-    first, _ = rank_pool(2).outcomes(absent, init=None, timeout=30)
-    assert first.error_type == "RemoteError"
-    assert "After 2 s these ranks have not started: 1" in (first.error_message or "")
+    said, _ = run_ranks(absent, 2, init=None, timeout=30)
+    assert said.count("After 1 s these ranks have not started: 1.") == 2
+
+
+def nobody_serves_the_store() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_PORT", "9")
+        with pytest.raises(RemoteError) as caught:
+            runtime.init_distributed(device="cpu", timeout=1)
+    return str(caught.value)
+
+
+def test_a_store_that_cannot_be_reached_is_named() -> None:
+    for rank, said in enumerate(run_ranks(nobody_serves_the_store, 2, init=None, timeout=30)):
+        assert said.startswith(f"Rank {rank} cannot reach 127.0.0.1:9, where rank 0 or the launcher should be: ")
 
 
 class Named:

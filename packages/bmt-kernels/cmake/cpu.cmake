@@ -39,6 +39,12 @@ set_source_files_properties(csrc/cpu/kernels_portable.cpp PROPERTIES COMPILE_OPT
 
 # Bindings only hand on what Python passes: optimising them takes longest and brings nothing.
 set_source_files_properties(csrc/cpu/module.cpp PROPERTIES COMPILE_OPTIONS -O1)
+# Set by cuda.cmake.
+if(bmt_without_cuda)
+  set_source_files_properties(
+    csrc/cpu/module.cpp PROPERTIES COMPILE_DEFINITIONS "BMT_WITHOUT_CUDA=\"${bmt_without_cuda}\""
+  )
+endif()
 
 if(BMT_SANITIZE)
   set(bmt_sanitizers -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1)

@@ -1,21 +1,38 @@
 # The module for CUDA, where nvcc is found. It loads beside torch, whatever CUDA runtime torch brings: its own is linked in.
 
+# Leaves the module out, says why in one line, and has the CPU module tell it to `bmt doctor`. It is an error if BMT_CUDA=ON.
+macro(bmt_leave_cuda_out reason)
+  if(BMT_CUDA STREQUAL ON)
+    message(FATAL_ERROR "BMT_CUDA=ON, and the CUDA module cannot be built: ${reason}.")
+  endif()
+  message(STATUS "bmt-kernels: the CUDA module is left out: ${reason}")
+  set(bmt_without_cuda "${reason}")
+endmacro()
+
+if(BMT_CUDA STREQUAL OFF)
+  bmt_leave_cuda_out("BMT_CUDA=OFF")
+  return()
+endif()
+
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
-  if(BMT_CUDA STREQUAL ON)
-    message(FATAL_ERROR "BMT_CUDA=ON, and no nvcc is found. Put it on PATH, or set CUDACXX.")
+  find_program(bmt_nvcc NAMES $ENV{CUDACXX} nvcc)
+  if(bmt_nvcc)
+    bmt_leave_cuda_out("${bmt_nvcc} cannot compile a program with the C++ compiler ${CMAKE_CXX_COMPILER}")
+  else()
+    bmt_leave_cuda_out("no nvcc is found on PATH, and CUDACXX is not set")
   endif()
-  message(STATUS "bmt-kernels: no nvcc is found, so the CUDA module is left out")
   return()
 endif()
 
 find_package(CUDAToolkit)
+if(NOT TARGET CUDA::cudart_static)
+  bmt_leave_cuda_out("the CUDA toolkit of ${CMAKE_CUDA_COMPILER} has no headers or no libcudart_static.a")
+  return()
+endif()
 if(CUDAToolkit_VERSION VERSION_LESS 12.4)
-  if(BMT_CUDA STREQUAL ON)
-    message(FATAL_ERROR "BMT_CUDA=ON, and ${CMAKE_CUDA_COMPILER} is of CUDA ${CUDAToolkit_VERSION}. It must be 12.4 or later.")
-  endif()
-  message(STATUS "bmt-kernels: CUDA ${CUDAToolkit_VERSION} is older than 12.4, so the CUDA module is left out")
+  bmt_leave_cuda_out("${CMAKE_CUDA_COMPILER} is of CUDA ${CUDAToolkit_VERSION}, older than 12.4")
   return()
 endif()
 
@@ -32,6 +49,10 @@ if(CMAKE_CUDA_ARCHITECTURES STREQUAL all-major AND CUDAToolkit_VERSION VERSION_L
 endif()
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+# CMake before 3.25.2, such as that of Debian 12, does not know that nvcc compiles C++20.
+if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+endif()
 
 pybind11_add_module(
   _cuda NO_EXTRAS

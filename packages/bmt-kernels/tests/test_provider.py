@@ -66,8 +66,8 @@ def test_registry_finds_them_and_the_cpu_uses_its_own(monkeypatch: pytest.Monkey
     monkeypatch.setenv("BMT_DISABLE_PLUGINS", ",".join(others))
     providers = Registry.load().kernel_providers
     assert providers == {"cpu": CpuKernels, "cuda": CudaKernels}
-    assert choose_kernels(providers, CPU).provider_name == "cpu"
-    assert choose_kernels(providers, CPU, "reference").provider_name == "reference"
+    assert choose_kernels(providers, CPU).name == "cpu"
+    assert choose_kernels(providers, CPU, "reference").name == "reference"
 
 
 def test_cpu_module_has_the_instructions_of_this_processor() -> None:
@@ -103,14 +103,14 @@ def test_without_a_working_module_the_reference_serves_with_one_visible_line(
     problem = CpuKernels().available()
     assert problem is not None and reason in problem
     kernels = choose_kernels({"cpu": CpuKernels}, CPU)
-    assert kernels.provider_name == "reference"
+    assert kernels.name == "reference"
     with pytest.raises(RuntimeError, match="The kernels 'cpu' cannot be used"):
         _ = CpuKernels().binary
     with caplog.at_level(logging.WARNING):
         for rank in (8, 9):
             plugin.bmt_run_started(run(kernels, rank=rank, local_rank=rank - 8))
     (record,) = caplog.records
-    assert "rank 8: the compiled kernels for cpu cannot be used" in record.getMessage()
+    assert "rank 8: the compiled kernels of bmt-kernels for cpu cannot be used" in record.getMessage()
     assert reason in record.getMessage()
 
 

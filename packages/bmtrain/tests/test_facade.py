@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import bmtrain
 from bmtrain._lazy import resolve
 from bmtrain._table import FILE_MODULES, INSTALL_HINTS, INTERNALS, OLD_PATHS, TABLE, Home, submodules
 
-PACKAGES = Path(__file__).parents[2]
+PACKAGES_DIRECTORY = Path(__file__).parents[2]
 
 
 def is_installed(home: Home) -> bool:
@@ -112,7 +113,24 @@ def test_asking_for_an_internal_of_bmtrain_says_what_it_is() -> None:
 def test_every_package_that_names_come_from_has_a_directory_and_a_hint() -> None:
     packages = {home.package for names in TABLE.values() for home in names.values()} - {"bmtrain"}
     assert packages == {*INSTALL_HINTS}
-    assert all((PACKAGES / package.replace("_", "-")).is_dir() for package in packages)
+    assert all((PACKAGES_DIRECTORY / package.replace("_", "-")).is_dir() for package in packages)
+
+
+def test_hints_are_those_of_the_core() -> None:
+    from bmt_core.packages import PACKAGES
+
+    ours = {path.parent.name for path in PACKAGES_DIRECTORY.glob("*/pyproject.toml")}
+    assert {package.module.replace("_", "-") for package in PACKAGES.values()} == ours
+    for module, hint in INSTALL_HINTS.items():
+        assert {package.install for package in PACKAGES.values() if package.module == module} == {hint}
+
+
+def test_python_m_bmtrain_is_bmt_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bmtrain"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("bmtrain", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "Packages of bmt" in printed and "Axes of the rank grid" in printed
 
 
 ASK = """
@@ -138,7 +156,7 @@ except ModuleNotFoundError as error:
             "pipe_layer.PipelineTransformerBlockList",
             "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline, which is not installed. "
             'Install it with: pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core '
-            "./packages/bmt-pipeline\n",
+            "./packages/bmt-zero ./packages/bmt-pipeline\n",
         ),
     ],
 )

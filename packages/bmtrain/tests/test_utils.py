@@ -37,6 +37,16 @@ def test_print_rank_prints_on_one_rank() -> None:
     assert run_ranks(printed, 2, 0) == ["a-1\n", ""]
 
 
+def test_before_init_of_a_launched_job_print_rank_asks_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    print_rank("of rank 0")
+    print_rank("of rank 1", rank=1)
+    assert capsys.readouterr().out == "of rank 1\n"
+
+
 def test_before_init_print_rank_prints_as_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     print_rank("here", rank=1)
     print_rank("here")

@@ -14,6 +14,7 @@ from bmt_core.checkpoint import (
 from bmt_core.comm import CommBackend, CommContext, Group, ReduceOp, Work
 from bmt_core.errors import (
     BmtError,
+    CallError,
     CheckpointError,
     ConfigError,
     NotInitializedError,
@@ -48,6 +49,7 @@ from bmt_core.settings import Launch, MeshAxis, RunSettings
 __all__ = [
     "BlockUse",
     "BmtError",
+    "CallError",
     "CheckpointError",
     "CheckpointFormat",
     "CommBackend",

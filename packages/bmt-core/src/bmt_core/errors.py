@@ -30,6 +30,13 @@ class RemoteError(BmtError, RuntimeError):
     """Another rank failed, and this one cannot go on without it."""
 
 
+class CallError(RemoteError):
+    """A collective cannot be done: the ranks have entered different ones, one of them has ended, or does not come.
+
+    Every later collective of the run raises it too.
+    """
+
+
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
     """Return what an error says about a name that nothing has.
 

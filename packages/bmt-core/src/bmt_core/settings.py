@@ -40,6 +40,7 @@ class RunSettings:
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
     prefetch_bytes: int | None = None
     gradients: GradientsOfRanks = DEFAULT_GRADIENTS
+    check_calls: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipe_size", "tp_size"):

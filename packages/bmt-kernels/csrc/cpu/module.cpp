@@ -12,6 +12,11 @@ PYBIND11_MODULE(_cpu, module) {
     module.doc() =
         "Compiled kernels for the CPU, on raw addresses. Use bmt_kernels instead, which checks what it is given.";
     bmt::bind_operations(module);
+#ifdef BMT_WITHOUT_CUDA
+    module.attr("WITHOUT_CUDA") = BMT_WITHOUT_CUDA;
+#else
+    module.attr("WITHOUT_CUDA") = py::none();
+#endif
     module.def("instruction_set", [] { return std::string(bmt::kernels().name); });
     module.def("instruction_sets", bmt::usable_instruction_sets);
     module.def("use_instruction_set", bmt::use_instruction_set, py::arg("name"));

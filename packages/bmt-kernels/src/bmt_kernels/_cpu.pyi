@@ -3,6 +3,7 @@
 from bmt_kernels.launcher import Addresses, Where
 
 POWERS_SUM_WORKSPACE: int
+WITHOUT_CUDA: str | None  # why the module for CUDA was left out of the build that made this one
 
 class AdamSettings:
     def __init__(

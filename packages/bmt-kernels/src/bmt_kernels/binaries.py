@@ -38,10 +38,17 @@ def _attempt(name: str) -> tuple[ModuleType | None, str | None]:
             others = ", ".join(sorted(path.name for path in _DIRECTORY.glob(f"{name}.*.so")))
             if others:
                 return None, f"this installation of bmt-kernels has only {others}, which is for another Python"
-            return None, f"this installation of bmt-kernels was built without {full_name}"
+            built_without = f"this installation of bmt-kernels was built without {full_name}"
+            return None, built_without + (f": {reason}" if (reason := _why_left_out(name)) else "")
         return None, f"{full_name} cannot be loaded: {error}"
     except Exception as error:  # whatever it is, it is told, and plain torch can do the work
         return None, f"{full_name} cannot be loaded: {str(error) or type(error).__name__}"
+
+
+def _why_left_out(name: str) -> str | None:
+    """Return why the build left the module out, as it told the module for the CPU."""
+    cpu = load("_cpu") if name == "_cuda" else None
+    return getattr(cpu, "WITHOUT_CUDA", None)
 
 
 def is_cut_off(path: Path) -> bool:

@@ -32,14 +32,14 @@ def bmt_comm_backends() -> Sequence[type[CommBackend]]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Say in one line, on one rank of each host, if plain torch does what these kernels are installed for."""
-    if runtime.launch.local_rank != 0 or runtime.kernels.provider is not None or os.environ.get("BMT_KERNELS"):
+    """Say in one line, on one rank of each host, if these kernels cannot do what they are installed for."""
+    if runtime.launch.local_rank != 0 or os.environ.get("BMT_KERNELS"):
         return
     for kind in PROVIDERS:
-        if kind.device_type == runtime.device.type:
+        if kind.device_type == runtime.device.type and (reason := kind().available()) is not None:
             logger.warning(
-                "bmt: rank %d: the compiled kernels for %s cannot be used, so plain torch does their work: %s.",
+                "bmt: rank %d: the compiled kernels of bmt-kernels for %s cannot be used, which makes training slower: %s.",
                 runtime.rank,
                 kind.device_type,
-                kind().available(),
+                reason,
             )

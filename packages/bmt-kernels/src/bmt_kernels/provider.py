@@ -21,6 +21,7 @@ class CompiledKernels(KernelProvider):
     """
 
     has_compact_adam = True
+    priority = -100
     module: ClassVar[str]
     """Name of the compiled module in this package."""
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
-from bmt_core.ops import REFERENCE, Kernels, choose_kernels
-from bmt_core.ops.table import REFERENCE_NAME, VARIABLE
+from bmt_core.ops import REFERENCE, Kernels, choose_host_kernels
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
 
@@ -52,6 +50,4 @@ def host_kernels() -> Kernels:
     host = torch.device("cpu")
     if not is_initialized() or current().device.type == "cpu":
         return kernels_on(host)
-    # The variable names kernels for the run's device; only plain torch is for both.
-    name = REFERENCE_NAME if os.environ.get(VARIABLE) == REFERENCE_NAME else ""
-    return choose_kernels(current().registry.kernel_providers, host, name)
+    return choose_host_kernels(current().registry.kernel_providers)

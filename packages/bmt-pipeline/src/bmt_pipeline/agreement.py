@@ -7,10 +7,13 @@ import traceback
 from typing import NoReturn
 
 import torch
+from torch.distributed import DistError
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
+from bmt_core.run.runtime import current
+from bmt_pipeline.failures import Failure, begin_step, told_failure
 from bmt_pipeline.waiting import waiting_for_all
 
 _OF_EACH = 3  # the numbers that each stage tells the others
@@ -22,6 +25,7 @@ def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = N
     :class:`ConfigError` on all ranks if stages differ in ``alike``; they may in ``own``. If a stage has a ``problem``, that stage
     raises it, and the others an error that says so.
     """
+    begin_step()
     told = _tell(group, _digest(alike), _digest(own), problem is not None)
     if any(told[2::_OF_EACH]):
         _raise(group, problem, "the arguments of")
@@ -37,9 +41,33 @@ def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = N
 
 
 def raise_together(group: Group, error: Exception | None, has_failed: bool) -> None:
-    """If any stage has failed, raise on all: its error on that stage, with its traceback on the others. Collective."""
-    if any(_tell(group, 0, 0, has_failed)[2::_OF_EACH]):
+    """If any stage has failed, raise on all: its error on that stage, with its traceback on the others. Collective.
+
+    Raises, too, if a stage of another pipeline has failed: see [Note: several pipelines].
+    """
+    try:
+        any_has_failed = any(_tell(group, 0, 0, has_failed)[2::_OF_EACH])
+    except RemoteError:
+        if error is not None and not _is_of_another(told_failure(), error):
+            raise error from None  # the others may wait for this stage in other pipelines
+        raise
+    if any_has_failed:
         _raise(group, error, "the computation of")
+    told = told_failure()
+    if told is not None:
+        raise RemoteError(told.text)
+
+
+def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
+    """Say where and why a stage has failed."""
+    text = str(error) if isinstance(error, BmtError) else "".join(traceback.format_exception(error))
+    return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step: {text}"
+
+
+def _is_of_another(told: Failure | None, error: Exception) -> bool:
+    """Whether ``error`` only says that communication has ended, because of what another rank has ``told``."""
+    is_of_communication = type(error) is RuntimeError or isinstance(error, (RemoteError, DistError))
+    return told is not None and told.rank != current().rank and is_of_communication
 
 
 def _tell(group: Group, *numbers: int) -> list[int]:
@@ -56,12 +84,14 @@ def _digest(text: str) -> int:
 def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:
     report = None
     if error is not None:
-        is_ours = isinstance(error, BmtError)
-        text = str(error) if is_ours else "".join(traceback.format_exception(error))
-        report = (type(error) if is_ours else RemoteError, text)
+        kind = type(error) if isinstance(error, BmtError) else RemoteError
+        report = (kind, failure_text(error, group.ranks[group.rank], group.rank, what))
     with waiting_for_all("to say what has failed"):
         reports = all_gather_object(report, group)
-    if error is not None:
+    told = told_failure()
+    if error is not None and not _is_of_another(told, error):
         raise error
-    stage, (kind, text) = next((stage, found) for stage, found in enumerate(reports) if found is not None)
-    raise kind(f"Stage {stage} of the pipeline (rank {group.ranks[stage]}) failed in {what} a step: {text}")
+    if told is not None and told.rank not in group.ranks:
+        raise RemoteError(told.text) from error
+    kind, text = next(found for found in reports if found is not None)
+    raise kind(text)

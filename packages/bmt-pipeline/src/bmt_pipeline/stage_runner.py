@@ -26,7 +26,9 @@ from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
+from bmt_pipeline.agreement import failure_text
 from bmt_pipeline.block_uses import block_uses
+from bmt_pipeline.failures import tell_failure
 from bmt_pipeline.payload import Layout
 from bmt_pipeline.schedules import Action, Content, Kind, Output, Schedule
 from bmt_pipeline.transfers import Arriving, Transfers
@@ -268,6 +270,7 @@ class StageRunner:
         except Exception as error:
             self.error = error
             self.has_failed = True
+            tell_failure(failure_text(error, current().rank, self._stage, "the computation of"))
             return None
 
 

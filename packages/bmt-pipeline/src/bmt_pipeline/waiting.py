@@ -5,26 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from bmt_core.errors import RemoteError
+from bmt_core.errors import CallError, RemoteError
 from bmt_core.run.runtime import current
+from bmt_pipeline.failures import tell_failure
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 
 
 @contextmanager
 def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
-    """Turn an error of the communication engine into one that names ``stages``, and ``what`` they were to do."""
+    """Turn an error of the communication engine into one that names ``stages``, and ``what`` they were to do.
+
+    Before it stands what failed first, if a rank of another pipeline has said so.
+    """
     try:
         yield
-    except RemoteError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, RemoteError) and not isinstance(error, CallError):  # a stage has said what failed
+            raise
         run, ranks = current(), pipeline_group().ranks
         names = " and ".join(f"stage {stage} (rank {ranks[stage]})" for stage in stages)
-        raise RemoteError(
+        text = (
             f"Stage {own_stage()} (rank {run.rank}) waited for {names} {what}: {error} Look at the output of"
             f" {' and '.join(f'rank {ranks[stage]}' for stage in stages)}: it has ended, failed, or taken more than the timeout of"
             f" {run.settings.timeout:g} s."
-        ) from error
+        )
+        told = tell_failure(text)
+        raise RemoteError(text if told.rank == run.rank else f"{told.text} {text}") from error
 
 
 def waiting_for_all(what: str) -> AbstractContextManager[None]:

@@ -53,6 +53,9 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
         without_cache_in_recomputation(module)
         count_whole_parameters(module)
     see_whole_adapters(list(_modules_outside(model)))
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DistributedParameter):
+            parameter.label = name
     if init is False:
         initialize_unsaved_buffers(model)
         check_values_at_first_call(model)

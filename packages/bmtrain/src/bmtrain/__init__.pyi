@@ -2,6 +2,7 @@
 
 from bmt_core import BlockUse as BlockUse
 from bmt_core import BmtError as BmtError
+from bmt_core import CallError as CallError
 from bmt_core import CheckpointError as CheckpointError
 from bmt_core import ConfigError as ConfigError
 from bmt_core import DistributedModule as DistributedModule

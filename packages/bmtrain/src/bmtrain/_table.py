@@ -43,7 +43,7 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from(
             "bmt_core",
             """
-            BlockUse BmtError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
+            BlockUse BmtError CallError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
             Locality MeshAxis ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
             init_parameters is_initialized latest load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
             wait_for_saves whole_parameters world_size
@@ -137,7 +137,8 @@ FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.
 INSTALL_HINTS = {
     "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
     "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
-    "bmt_pipeline": 'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-pipeline',
+    "bmt_pipeline": 'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero'
+    " ./packages/bmt-pipeline",
     "bmt_tp": 'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
     "bmt_zero": 'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
 }

@@ -10,14 +10,16 @@ from typing import Any, TextIO
 import torch
 
 import bmt_core
+from bmt_core.settings import Launch
 
 _WIDTH = 80
 _GIBIBYTE = 2**30
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """``print``, on one rank only."""
-    if bmt_core.rank() == rank:
+    """``print``, on one rank only. Before ``init_distributed()`` it is the rank that the launcher has set."""
+    own = bmt_core.rank() if bmt_core.is_initialized() else Launch.from_env().rank
+    if own == rank:
         print(*args, **kwargs)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import click
 import torch
@@ -15,7 +17,10 @@ from rich.console import Console
 from bmt_core.cli.environment import Machine, examine_environment
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import BmtError
-from bmt_core.ops import KernelProvider, choose_kernels
+from bmt_core.ops import OPERATIONS, KernelProvider, Kernels, by_priority, choose_kernels
+from bmt_core.ops.choice import VARIABLE as KERNELS_VARIABLE
+from bmt_core.ops.table import REFERENCE_NAME
+from bmt_core.packages import PACKAGES, Package
 from bmt_core.plugins import Registry
 from bmt_core.run.bmtrain_names import argument_for, settings_of_all_axes
 from bmt_core.run.topology import DATA_AXIS
@@ -28,13 +33,15 @@ _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "c
 def doctor() -> None:
     """Look for what is broken or slow, and say what to do.
 
-    Reports on torch, device, communication backends, kernels, plugins, the axes of the rank grid and environment variables.
+    Reports on torch, device, the packages of bmt, installed or not, communication backends, kernels, plugins, the axes of the rank
+    grid and environment variables.
     Exit status 1 when something cannot work; warnings leave it 0.
     """
     report = Report(make_console())
     registry = Registry.load_what_works()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _report_software(report, device)
+    _report_packages(report)
     _report_comm_backends(report, registry)
     _report_kernels(report, registry, device)
     _report_plugins(report, registry)
@@ -101,6 +108,38 @@ def _engines() -> list[str]:
     return engines
 
 
+def _report_packages(report: Report) -> None:
+    rows = [(name, *_package_state(name, package)) for name, package in PACKAGES.items()]
+    report.table("Packages of bmt", rows, ("package", "", ""))
+
+
+def _package_state(name: str, package: Package) -> tuple[str, str]:
+    core, own = _version_of("bmt-core"), _version_of(name)
+    if name == "bmt-train" and (others := _version_of("bmtrain")) is not None:
+        return (
+            "error",
+            f"BMTrain {others} (bmtrain on the index) is installed too, and has the same import name."
+            f" Type: pip uninstall bmtrain bmt-train; then {package.install}",
+        )
+    if importlib.util.find_spec(package.module) is None:
+        return "", f"not installed: {package.provides}. Install it with: {package.install}"
+    if own is None:
+        return (
+            "warning",
+            f"{package.module} can be imported and {name} is not installed, so that bmt does not find its plugin.",
+        )
+    if own != core:
+        return "error", f"version {own}, beside bmt-core {core}. Install one version of all packages."
+    return "ok", own
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _report_comm_backends(report: Report, registry: Registry) -> None:
     chosen = os.environ.get("BMT_COMM_BACKEND") or DEFAULT_COMM_BACKEND
     rows = [
@@ -116,28 +155,47 @@ def _report_comm_backends(report: Report, registry: Registry) -> None:
 
 def _report_kernels(report: Report, registry: Registry, device: torch.device) -> None:
     rows: list[tuple[str, ...]] = []
-    active = None
+    active: dict[str, list[str]] = {}
     providers = registry.working("kernel provider")
     try:
-        active = choose_kernels(providers, device).provider_name
+        active = _operations_by_provider(choose_kernels(providers, device))
     except BmtError as problem:
-        rows.append((os.environ.get("BMT_KERNELS", ""), "error", str(problem)))
-    for name, provider in sorted(providers.items()):
-        rows.append((name, "ok" if name == active else "", _kernel_state(provider, name == active, device)))
-    if active is not None and active not in providers:
-        why = "plain torch, as BMT_KERNELS asks" if os.environ.get("BMT_KERNELS") else "plain torch, the fallback"
-        none = "" if providers else "; no package with compiled kernels is installed"
-        rows.append((active, "ok", f"active on {device.type}: {why}{none}"))
-    report.table("Kernels", rows, ("provider", "", ""))
+        rows.append((os.environ.get(KERNELS_VARIABLE, ""), "", "error", str(problem)))
+    owners = registry.owners("kernel provider")
+    for provider in by_priority(providers.values()):
+        name = provider.name
+        state = _kernel_state(provider, active.get(name), device)
+        rows.append((name, owners[name], "ok" if name in active else "", state))
+    if REFERENCE_NAME in active:
+        why = _why_reference(active[REFERENCE_NAME], providers)
+        rows.append((REFERENCE_NAME, "bmt-core", "ok", f"active on {device.type}: {why}"))
+    report.table("Kernels, in the order in which they are asked", rows, ("provider", "plugin", "", ""))
 
 
-def _kernel_state(provider: type[KernelProvider], is_active: bool, device: torch.device) -> str:
-    if is_active:
-        return f"active on {device.type}"
+def _operations_by_provider(kernels: Kernels) -> dict[str, list[str]]:
+    by_provider: dict[str, list[str]] = {}
+    for operation in OPERATIONS:
+        provider = kernels.provider_of.get(operation)
+        by_provider.setdefault(provider.name if provider else REFERENCE_NAME, []).append(operation)
+    return by_provider
+
+
+def _why_reference(operations: Sequence[str], providers: Collection[str]) -> str:
+    if len(operations) < len(OPERATIONS):
+        return f"plain torch, for what no provider has: {', '.join(operations)}"
+    if os.environ.get(KERNELS_VARIABLE):
+        return f"plain torch, as {KERNELS_VARIABLE} asks"
+    return "plain torch, the fallback" + ("" if providers else "; no package with compiled kernels is installed")
+
+
+def _kernel_state(provider: type[KernelProvider], active_for: list[str] | None, device: torch.device) -> str:
+    if active_for:
+        what = "everything" if len(active_for) == len(OPERATIONS) else ", ".join(active_for)
+        return f"active on {device.type} for {what}"
     if provider.device_type != device.type:
         return f"is for {provider.device_type}, and runs here use {device.type}"
     reason = provider().available()
-    return f"cannot be used: {reason}" if reason else "usable; another provider was chosen"
+    return f"cannot be used: {reason}" if reason else "usable; all that it has comes from other providers"
 
 
 def _report_plugins(report: Report, registry: Registry) -> None:

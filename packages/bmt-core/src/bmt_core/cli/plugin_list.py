@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import click
+from rich.console import Console
 
 from bmt_core.cli.output import make_console, make_table, styled
+from bmt_core.ops import by_priority
 from bmt_core.plugins import Registry
 
 
@@ -22,6 +24,7 @@ def plugins() -> None:
         cells = (info.name, info.distribution, info.version, "\n".join(info.hooks), "\n".join(offers))
         table.add_row(*(styled(cell or "-") for cell in cells))
     console.print(table)
+    _print_kernels(console, registry)
     if registry.disabled:
         console.print(styled(f"Turned off: {', '.join(registry.disabled)}"))
     problems = registry.examine()
@@ -29,3 +32,17 @@ def plugins() -> None:
         console.print(styled(str(problem), "red"))
     if problems:
         raise SystemExit(1)
+
+
+def _print_kernels(console: Console, registry: Registry) -> None:
+    providers, owners = registry.working("kernel provider"), registry.owners("kernel provider")
+    if not providers:
+        return
+    table = make_table(
+        "Kernels, in the order in which they are asked", "provider", "plugin", "device", "priority", "operations"
+    )
+    for provider in by_priority(providers.values()):
+        operations = ", ".join(provider.operations())
+        cells = (provider.name, owners[provider.name], provider.device_type, str(provider.priority), operations or "-")
+        table.add_row(*map(styled, cells))
+    console.print(table)

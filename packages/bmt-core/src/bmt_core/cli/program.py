@@ -12,6 +12,7 @@ from bmt_core.cli.checkpoint import checkpoint
 from bmt_core.cli.doctor import doctor
 from bmt_core.cli.plugin_list import plugins
 from bmt_core.errors import BmtError, unknown_name
+from bmt_core.packages import install_hint
 from bmt_core.plugins import Registry
 
 COMMANDS: list[click.Command] = [bench, checkpoint, doctor, plugins]
@@ -38,7 +39,8 @@ class Program(click.Group):
         """Find the command. If there is none, the error suggests the closest name."""
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
-            raise click.UsageError(unknown_name("command", name, self.list_commands(ctx)) + self._hint(), ctx)
+            unknown = unknown_name("command", name, self.list_commands(ctx))
+            raise click.UsageError(unknown + install_hint(name) + self._hint(), ctx)
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bmt_core.comm.call_check import naming
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, RemoteError
@@ -26,7 +27,8 @@ def collective_section(group: Group, what: str) -> Iterator[None]:
     kind = type(failure) if isinstance(failure, BmtError) else None
     report = None if failure is None else (kind, type(failure).__name__, str(failure))
     try:
-        reports = all_gather_object(report, group)
+        with naming(f"at the end of {what}", is_compared=False):
+            reports = all_gather_object(report, group)
     except RemoteError as error:  # the connection to a rank broke
         if kind is not None and failure is not None:
             raise failure from error

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+    from bmt_core.comm.call_check import CallCheck
+
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "prod")
 
@@ -102,7 +104,10 @@ class Group(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class CommContext:
-    """What a backend is constructed with. ``store`` is None in a run of one rank; ``timeout`` is in seconds."""
+    """What a backend is constructed with. ``store`` is None in a run of one rank; ``timeout`` is in seconds.
+
+    ``calls`` compares the collectives of the ranks; None in a run of one rank, and where the run does not check them.
+    """
 
     rank: int
     world_size: int
@@ -110,6 +115,7 @@ class CommContext:
     device: torch.device
     store: Store | None
     timeout: float
+    calls: CallCheck | None = None
 
 
 class CommBackend(ABC):

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bmt_core.comm.call_check import GroupCalls
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
+from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.torch_internals import make_process_group
 
@@ -43,11 +45,14 @@ _REDUCE_OPS = {
 
 
 class TorchGroup(Group):
-    """A group over one ``torch.distributed`` process group."""
+    """A group over one ``torch.distributed`` process group. ``calls`` checks its collectives; None: they are not checked."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup, calls: GroupCalls | None = None
+    ) -> None:
         self.ranks = ranks
         self.rank = rank
+        self._calls = calls
         self._process_group: dist.ProcessGroup | None = process_group
         self._under_way: list[_UnderWay] = []
 
@@ -67,28 +72,42 @@ class TorchGroup(Group):
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
-        return self._started(_all_gather_single, _bytes(output), _bytes(input))
+        return self._started(("all_gather",), _all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """See :meth:`Group.reduce_scatter`."""
+        name = "reduce_scatter", op, input.dtype
         if output.dtype == input.dtype:
-            return self._started(_reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
+            if input.is_cuda:
+                return self._started(name, _reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
+            # What gloo's reduce-scatter does. But that cannot be waited for in pieces.
+            whole = input.clone()
+            work = self._started(name, dist.all_reduce, whole, op=_REDUCE_OPS[op])
+            return PartOfSum(work, whole[self.rank * output.numel() :][: output.numel()], output)
         if op not in ("sum", "avg"):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
-        work = self._started(dist.all_to_all_single, _bytes(parts), _bytes(input))
+        work = self._started((*name, output.dtype), dist.all_to_all_single, _bytes(parts), _bytes(input))
         return SumOfParts(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return self._started(dist.all_reduce, tensor, op=_REDUCE_OPS[op])
+        """See :meth:`Group.all_reduce`."""
+        return self._started(("all_reduce", op, tensor.dtype), dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        return self._started(dist.broadcast, _bytes(tensor), src=self.ranks[root])
+        """See :meth:`Group.broadcast`."""
+        source = self.ranks[root]
+        return self._started(("broadcast from rank", source), dist.broadcast, _bytes(tensor), src=source)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        return dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)  # type: ignore[return-value]
+        """See :meth:`Group.send`."""
+        work: Any = dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)
+        return self._guarded(work, f"a send to rank {self.ranks[dst]}")
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        return dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)  # type: ignore[return-value]
+        """See :meth:`Group.recv`."""
+        work: Any = dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)
+        return self._guarded(work, f"a receive from rank {self.ranks[src]}")
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
         """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
@@ -107,18 +126,33 @@ class TorchGroup(Group):
             dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group) for start, tensor, peer in batch
         ]
         works: Any = dist.batch_isend_irecv(operations) if operations else []
-        return AllOf(works)
+        peers = sorted({self.ranks[peer] for _, peer in (*sends, *recvs)})
+        return self._guarded(AllOf(works), f"an exchange with ranks {', '.join(map(str, peers))}")
 
-    def _started(self, operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Work:
+    def _guarded(self, work: Work, text: str) -> Work:
+        return work if self._calls is None else _Guarded(work, self._calls, text)
+
+    def _started(
+        self, name: tuple[object, ...], operation: Callable[..., Any], *tensors: torch.Tensor, **options: Any
+    ) -> Work:
         """Start a collective: in gloo's threads on the CPU, on the current stream on CUDA.
+
+        Its number, ``name`` and size are compared with the other ranks' before: see [Note: how calls are checked].
 
         With ``async_op`` torch would run NCCL's kernels on another stream, at the cost of two events per call. That is not
         needed: a collective that is to overlap with computation is issued on the stream of a lane already.
         """
-        work = operation(*tensors, group=self.process_group, async_op=not tensors[0].is_cuda, **options)
+        process_group, is_cuda = self.process_group, tensors[0].is_cuda
+        call: Call | None = None
+        if self._calls is not None:
+            if is_cuda:
+                self._calls.enter_on_device(name, tensors[-1])
+            else:
+                call = self._calls.enter(name, tensors[-1])
+        work = operation(*tensors, group=process_group, async_op=not is_cuda, **options)
         if work is None:
             return Finished()
-        started = _UnderWay(work, tensors)
+        started = _UnderWay(work, tensors, self._calls, call)
         self._under_way = [*(other for other in self._under_way if not other.is_over()), started]
         return started
 
@@ -190,8 +224,11 @@ class TorchBackend(CommBackend):
         """
         if self._is_closed:
             raise NotInitializedError(_CLOSED)
+        calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
+        if self._groups and calls is not None:
+            calls.connect()
         process_group: Any = self._new_process_group(ranks, name) if self._groups else dist.group.WORLD
-        group = TorchGroup(ranks, ranks.index(self.context.rank), process_group)
+        group = TorchGroup(ranks, ranks.index(self.context.rank), process_group, calls)
         self._groups.append(group)
         return group
 
@@ -244,21 +281,56 @@ class SumOfParts:
             self._output.div_(self._divisor)
 
 
-class _UnderWay:
-    """The :class:`Work` of a collective on ``tensors`` that gloo runs in another thread."""
+class PartOfSum:
+    """The :class:`Work` of a reduce-scatter: it sums whole tensors and copies ``part`` of the sum to ``output`` in :meth:`wait`."""
 
-    def __init__(self, work: dist.Work, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, work: Work, part: torch.Tensor, output: torch.Tensor) -> None:
+        self._work = work
+        self._part: torch.Tensor | None = part
+        self._output = output
+
+    def wait(self) -> None:
+        part, self._part = self._part, None  # a second wait() does nothing
+        if part is not None:
+            self._work.wait()
+            self._output.copy_(part)
+
+
+class _Guarded:
+    """The :class:`Work` of sends and receives, whose errors say which rank is gone."""
+
+    def __init__(self, work: Work, calls: GroupCalls, text: str) -> None:
+        self._work = work
+        self._calls = calls
+        self._text = text
+
+    def wait(self) -> None:
+        self._calls.guard(self._text, self._work.wait)
+
+
+class _UnderWay:
+    """The :class:`Work` of a collective on ``tensors`` that gloo runs in another thread. ``calls`` has checked its ``call``."""
+
+    def __init__(
+        self, work: dist.Work, tensors: tuple[torch.Tensor, ...], calls: GroupCalls | None, call: Call | None
+    ) -> None:
         self._work: dist.Work | None = work  # None after wait(): it would keep the tensors
+        self._calls = calls
+        self._call = call
         self.tensors = tensors
 
     def wait(self) -> None:
-        if self._work is not None:
+        if self._work is None:
+            return
+        if self._calls is not None and self._call is not None:
+            self._calls.wait(self._call, self._work)
+        else:
             self._work.wait()
-            self._work, self.tensors = None, ()
+        self._work, self.tensors = None, ()
 
     def is_over(self) -> bool:
         """Whether the thread has used the tensors for the last time."""
-        return self._work is None or self._work.is_completed()  # never True for gloo's reduce-scatter before wait()
+        return self._work is None or self._work.is_completed()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 
+from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
+from bmt_core.init.model_order import ModelOrder
 from bmt_core.init.whole_parameters import WholeParameters, is_block
 from bmt_core.modules.outermost_call import reading_parts
+from bmt_core.params.own_parameters import group_of_owners
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import (
     has_values,
@@ -42,8 +45,10 @@ def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None
     enclosing module may overwrite any parameter inside it. Tensors that had values before keep them. Anything else that
     a constructor did is not repeated.
 
-    All ranks draw the same numbers, so the values are those of one process, for any number of ranks. Collective if an
-    enclosing module reads a parameter that a module inside it initialised.
+    All ranks draw the same numbers, and ranks that have layers of their own, as pipeline stages do, take turns, so the values are
+    those of one process, for any number of ranks: :class:`ConfigError` if that cannot be, because a module that all ranks have
+    draws the values of such layers. Collective if the grid has axes besides ``dp``, or an enclosing module reads a parameter
+    that a module inside it initialised.
     """
     plain = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DistributedParameter)]
     if plain:
@@ -51,12 +56,12 @@ def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None
             f"{list_names(plain, [])} are on the meta device and not distributed. Wrap the model with BMTrainModelWrapper, or"
             " make them part of a Block, before they are initialised."
         )
+    owners = group_of_owners(model.parameters())
     with initializing():
-        for parameter in filter(_needs_values, model.parameters()):
-            run_init_method(parameter)
+        run_init_methods({name: p for name, p in model.named_parameters() if _needs_values(p)}, owners)
     targets = list(filter(_needs_values, model.parameters()))
     incomplete = {module for module in model.modules() if any(uninitialized_names(module))}
-    _initialize(incomplete, model, targets, init)
+    _initialize(incomplete, model, targets, init, owners)
     parameters = [name for name, parameter in model.named_parameters() if _needs_values(parameter)]
     buffers = uninitialized_names(model)[1]
     if parameters or buffers:
@@ -72,10 +77,15 @@ def initialize_unsaved_buffers(model: nn.Module) -> None:
     """Compute the buffers of ``model`` that no checkpoint holds (``persistent=False``). Everything else is left unchanged."""
     unsaved = ((m, m._buffers.get(name)) for m in model.modules() for name in m._non_persistent_buffers_set)
     incomplete = {module for module, buffer in unsaved if buffer is not None and not has_values(buffer)}
-    _initialize(incomplete, model, [], None)
+    _initialize(incomplete, model, [], None, group_of_owners(model.parameters()))
 
 
-def run_init_method(parameter: DistributedParameter) -> None:
+def run_init_methods(parameters: Mapping[str, DistributedParameter], owners: Group) -> None:
+    """Call the ``init_method`` of each of ``parameters``, by name, that has one. ``owners``: see :class:`ModelOrder`."""
+    ModelOrder(parameters, owners).run(lambda name: _run_init_method(parameters[name]))
+
+
+def _run_init_method(parameter: DistributedParameter) -> None:
     """Call the ``init_method`` of ``parameter``, if it has one, with a whole tensor, and keep this rank's part."""
     if parameter._init_method is None:
         return
@@ -92,17 +102,26 @@ def initializing() -> Iterator[None]:
 
 
 def _initialize(
-    modules: set[nn.Module], model: nn.Module, targets: list[DistributedParameter], init: ModuleInit | None
+    modules: set[nn.Module],
+    model: nn.Module,
+    targets: list[DistributedParameter],
+    init: ModuleInit | None,
+    owners: Group,
 ) -> None:
     """Initialise ``modules`` of ``model``. Of the parameters they write to, only ``targets`` keep the new values."""
     device = current().device
     materialize_buffers([m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))], device)
-    if not modules:
+    places = {place.name: place for place in _children_first(model, "", None, False, set())}
+    order = ModelOrder(places, owners)
+    incomplete = order.on_any_rank(name for name, place in places.items() if place.module in modules)
+    if not incomplete:
         return
     with initializing(), WholeParameters(model, targets) as wholes:
-        for module, owner, in_block in _children_first(model, None, False, set()):
+
+        def initialize(name: str) -> None:
+            module = places[name].module
             left: set[Any] | None = None
-            for call in _initializers(module, owner, init) if module in modules else ():
+            for call in _initializers(module, places[name].owner, init) if name in incomplete else ():
                 unwritten = wholes.call(call, module)
                 left = unwritten if left is None else left & unwritten
                 materialize_buffers([module], device)
@@ -110,20 +129,30 @@ def _initialize(
                     mark_if_nan_is_left(buffer)
                 if not left and all(map(has_values, module.buffers(recurse=False))):
                     break
-            if not in_block:
+            if not places[name].in_block:
                 wholes.shard()
+
+        order.run(initialize)
+
+
+class _Place(NamedTuple):
+    name: str
+    module: nn.Module
+    owner: nn.Module | None  # it or the nearest module around it that has _init_weights
+    in_block: bool  # whether a Block contains it
 
 
 def _children_first(
-    module: nn.Module, owner: nn.Module | None, in_block: bool, seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, nn.Module | None, bool]]:
-    """Yield each module, it or the nearest module around it that has ``_init_weights``, and whether a Block contains it."""
+    module: nn.Module, name: str, owner: nn.Module | None, in_block: bool, seen: set[nn.Module]
+) -> Iterator[_Place]:
+    """Yield the place of each module."""
     if module not in seen:
         seen.add(module)
         owner = module if _accepts(module, "_init_weights", 1) else owner
-        for child in module.children():
-            yield from _children_first(child, owner, in_block or is_block(module), seen)
-        yield module, owner, in_block
+        for child_name, child in module.named_children():
+            inner = f"{name}.{child_name}" if name else child_name
+            yield from _children_first(child, inner, owner, in_block or is_block(module), seen)
+        yield _Place(name, module, owner, in_block)
 
 
 def _initializers(module: nn.Module, owner: nn.Module | None, init: ModuleInit | None) -> list[ModuleInit]:

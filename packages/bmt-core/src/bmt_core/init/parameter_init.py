@@ -8,12 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bmt_core.comm.objects import all_gather_object, broadcast_object
-from bmt_core.comm.protocols import Group
-from bmt_core.init.module_init import ModuleInit, initialize_modules, initializing, run_init_method
-from bmt_core.params.own_parameters import group_of_owners, in_one_order
+from bmt_core.init.module_init import ModuleInit, initialize_modules, initializing, run_init_methods
+from bmt_core.params.own_parameters import group_of_owners
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import current
 
 
 class ParameterInitializer:
@@ -40,8 +37,8 @@ def init_parameters(model: nn.Module, *, init: ModuleInit | None = None) -> None
     The values equal those of the same calls, in the order of ``model.parameters()``, on whole tensors in one process
     with the same seed. Every rank draws all numbers of a whole tensor and keeps its part: nothing is communicated, and one
     whole tensor exists at a time. If ranks have layers of their own, as pipeline stages do, each rank continues the random
-    numbers of the rank with the previous layer. Tied parameters are initialised once. Parameters of a Block made with
-    ``initialized=True`` keep their values. Collective if the grid has axes besides ``dp``.
+    numbers of the rank with the previous layer, and what fails on one of them raises on all. Tied parameters are initialised
+    once. Parameters of a Block made with ``initialized=True`` keep their values. Collective if the grid has axes besides ``dp``.
 
     Tensors that were made on the meta device and have no ``init_method`` are then initialised by their modules, children
     first, one Block at a time: by ``init(module)``, by the ``_init_weights(module)`` of an enclosing module, or by
@@ -59,23 +56,4 @@ def iterate_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _run_init_methods(model: nn.Module) -> None:
     named = {name: p for name, p in model.named_parameters() if isinstance(p, DistributedParameter)}
-    owners = group_of_owners(named.values())
-    names_of_ranks = all_gather_object(list(named), owners)
-    order = in_one_order(names_of_ranks)
-    sets = [set(names) for names in names_of_ranks]
-    holders = [[name in names for names in sets] for name in order]  # per parameter: which ranks have it
-    for name, has_it, has_next in zip(order, holders, [*holders[1:], None], strict=True):
-        if name in named and not named[name]._initialized:
-            run_init_method(named[name])
-        if has_it != has_next and not all(has_it):
-            _broadcast_generators(owners, has_it.index(True))
-
-
-def _broadcast_generators(group: Group, src: int) -> None:
-    """Set torch's generators on all ranks of ``group`` to the state that they have on its rank ``src``. Collective."""
-    device = current().device
-    own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    host, on_device = broadcast_object(own, group, src)
-    torch.set_rng_state(host)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device, device)
+    run_init_methods({name: p for name, p in named.items() if not p._initialized}, group_of_owners(named.values()))

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.own_parameters import own_axes
 from bmt_core.params.parameter import DistributedParameter, lend_data
 from bmt_core.params.uninitialized import can_hold_nan, fill_with_nan, has_nan, has_values, mark_uninitialized
 
@@ -115,11 +114,6 @@ class WholeParameters:
         state = self._states[parameter]
         if parameter._version != state.version:
             raise _not_whole(state.name)
-        if state.is_target and own_axes([parameter]):
-            raise ConfigError(
-                f"{state.name} is in one of this rank's own layers, and a module that initialises it would draw the same"
-                " numbers as the layers of others. Give it an init_method."
-            )
         while self._whole and sum(map(_bytes, [parameter, *self._whole])) > self._budget:
             self.shard([next(iter(self._whole))])
         whole = torch.empty(parameter.whole_shape, dtype=parameter.dtype, device=parameter.device)

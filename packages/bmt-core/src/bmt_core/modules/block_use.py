@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from bmt_core.errors import ConfigError
+from bmt_core.packages import PACKAGES
 from bmt_core.run.bmtrain_names import BlockMode
 from bmt_core.run.runtime import current
 
@@ -52,7 +53,7 @@ def make_block(module: nn.Module, *, local_axes: Iterable[str]) -> nn.Module:
     make = current().make_block
     if make is None:
         raise ConfigError(
-            f"{type(module).__name__} has to become a Block, and no active plugin makes Blocks. Install bmt-zero:"
-            ' pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero.'
+            f"{type(module).__name__} has to become a Block, and no active plugin makes Blocks."
+            f" Install bmt-zero: {PACKAGES['bmt-zero'].install}."
         )
     return make(module, local_axes=local_axes)

@@ -33,6 +33,12 @@ class DistributedModule(NotForFsdp, nn.Module):
                 return gather_once(found)
         return super().__getattr__(name)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See :meth:`nn.Module.register_parameter`; errors know the parameter by its name."""
+        super().register_parameter(name, param)
+        if isinstance(param, DistributedParameter) and not param.label:
+            param.label = f"{type(self).__name__}.{name}"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         require_values(self)
         with module_call(self):

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from bmt_core.comm.autograd import AllGather, gather_stacked
+from bmt_core.comm.call_check import naming
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum
@@ -66,6 +67,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
     _shard: Shard
     locality: tuple[Locality, ...]
     """How the parameter lies along axes of the rank grid along which it is not just sharded."""
+    label: str = ""
+    """The name by which errors speak of the parameter, as long as it is known."""
     _init_method: InitMethod | None
     _group: str | None
     _in_block: bool
@@ -156,9 +159,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
         """Return the whole tensor, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
 
-        Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and this rank keeps its part, or its part
-        of the mean: see the class.
-        Collective.
+        Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and this rank keeps its part, or
+        its part of the mean: see the class. Collective.
         """
         if not has_values(self):
             return read_uninitialized(self.full_shape, self.dtype)
@@ -172,6 +174,11 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         """Return ``full``, which :meth:`gather` returned before, as if it were gathered now. Only backward is collective."""
         gathered: torch.Tensor = _Gather.apply(self, self, full)  # type: ignore[no-untyped-call]
         return gathered
+
+    @property
+    def description(self) -> str:
+        """What errors call this parameter."""
+        return f"{self.label or 'a parameter'} of shape {tuple(self.whole_shape)}"
 
     def gather_all(self) -> torch.Tensor:
         """Return the whole tensor, of :attr:`whole_shape`: gathered, and joined of the slices where it is cut. Collective.
@@ -190,7 +197,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         Where one rank holds everything (one rank, ZeRO level 0) it is a view of ``part``.
         """
         self._wait_for_updates()
-        return self._shard.assemble(part)
+        with naming(f"for {self.description}"):
+            return self._shard.assemble(part)
 
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
         """Return the whole, of :attr:`whole_shape`, of what lies like this parameter's part. Collective."""
@@ -439,7 +447,8 @@ class _Gather(torch.autograd.Function):
         ctx.parameter = parameter
         if full is not None:
             return full.detach()
-        full = parameter._shard.assemble(part.detach())
+        with naming(f"for {parameter.description}"):
+            full = parameter._shard.assemble(part.detach())
         # With one rank it would be the part itself: a write to a gathered tensor must not depend on the number of ranks.
         return full.clone() if storage_key(full) == storage_key(part) else full
 
@@ -448,7 +457,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
-        reduced = parameter._shard.reduce(grad, current().gradient_divisor)
+        with naming(f"for the gradient of {parameter.description}"):
+            reduced = parameter._shard.reduce(grad, current().gradient_divisor)
         return take_now(parameter, reduced), None, None
 
 

@@ -47,7 +47,7 @@ def bmt_comm_backends() -> Sequence[type[CommBackend]]:
 
 @hookspec
 def bmt_kernel_providers() -> Sequence[type[KernelProvider]]:
-    """Return kernel providers. The one that ``BMT_KERNELS`` names, or that works on the device, replaces plain torch."""
+    """Return kernel providers. Each operation comes from the first provider of the device that has it, else from plain torch."""
     raise NotImplementedError
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pluggy
 
 from bmt_core.errors import BmtError, PluginError, unknown_name
+from bmt_core.packages import install_hint
 from bmt_core.plugins import hookspecs
 from bmt_core.plugins.discovery import (
     DISABLE_VARIABLE,
@@ -94,7 +95,7 @@ class Registry:
         """
         offers = self._offers(kind)
         if name not in offers:
-            raise PluginError(unknown_name(kind, name, offers))
+            raise PluginError(unknown_name(kind, name, offers) + install_hint(name))
         return offers[name]
 
     def mesh_axes(self, settings: RunSettings) -> list[MeshAxis]:
@@ -119,6 +120,10 @@ class Registry:
         """Return the names of what ``plugin`` offers by kind, without empty kinds."""
         names = {kind: [name for name, owner in self._ask(kind).owners.items() if owner == plugin] for kind in KINDS}
         return {kind: sorted(offered) for kind, offered in names.items() if offered}
+
+    def owners(self, kind: str) -> Mapping[str, str]:
+        """Return the plugin of each correct offer of ``kind``, by the name of the offer."""
+        return self._ask(kind).owners
 
     def working(self, kind: str) -> Mapping[str, Any]:
         """Return the correct offers of ``kind`` by name, even if others are wrong."""

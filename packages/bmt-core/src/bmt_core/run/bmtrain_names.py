@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from bmt_core.errors import ConfigError, unknown_name
+from bmt_core.packages import PACKAGES
 from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis, RunSettings
 
@@ -18,18 +19,8 @@ TENSOR_AXIS = "tp"
 PIPELINE_AXIS = "pp"
 BlockMode = Literal["BLOCK", "PIPE"]
 
-# Axis -> the argument of init_distributed() that asks for it, and what to say of the package that brings it.
-_ARGUMENTS = {
-    TENSOR_AXIS: (
-        "tp_size",
-        'Install bmt-tp: pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp; or',
-    ),
-    PIPELINE_AXIS: (
-        "pipe_size",
-        'Install bmt-pipeline: pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core'
-        " ./packages/bmt-pipeline; or",
-    ),
-}
+# Axis -> the argument of init_distributed() that asks for it, and the package that brings it.
+_ARGUMENTS = {TENSOR_AXIS: ("tp_size", "bmt-tp"), PIPELINE_AXIS: ("pipe_size", "bmt-pipeline")}
 
 
 def argument_for(axis: str) -> str:
@@ -49,12 +40,13 @@ def settings_of_all_axes() -> RunSettings:
 def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> None:
     """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not among ``axes``."""
     provided = {axis.name for axis in axes}
-    for name, (argument, advice) in _ARGUMENTS.items():
+    for name, (argument, package) in _ARGUMENTS.items():
         size = getattr(settings, argument)
         if size > 1 and name not in provided:
             raise ConfigError(
                 f"{argument}={size} needs the axis {name!r}, which no active plugin provides. "
-                f"{advice} leave {argument} at its default, or add a plugin whose hook bmt_mesh_axes brings the axis."
+                f"Install {package}: {PACKAGES[package].install}; or leave {argument} at its default, or add a plugin"
+                " whose hook bmt_mesh_axes brings the axis."
             )
 
 

@@ -7,15 +7,18 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from bmt_core.comm.call_check import CallCheck
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
-from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.plugins import Registry, compare_across_ranks
 from bmt_core.plugins.protocols import MakeBlock
@@ -58,6 +61,7 @@ class Runtime:
         topology: Topology,
         backend: CommBackend,
         kernels: Kernels,
+        calls: CallCheck | None = None,
     ) -> None:
         self.settings = settings
         self.launch = launch
@@ -66,6 +70,8 @@ class Runtime:
         self.topology = topology
         self.backend = backend
         self.kernels = kernels
+        self.calls = calls
+        """What compares the collectives of the ranks; None where they are not checked."""
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
@@ -98,7 +104,7 @@ class Runtime:
         plugins = ", ".join(info.name for info in self.registry.describe())
         return (
             f"bmt: {self.world_size} rank{'s' if self.world_size > 1 else ''} ({grid}) on {self.device.type},"
-            f" backend {self.backend.name}, kernels {self.kernels.provider_name}, plugins {plugins}"
+            f" backend {self.backend.name}, kernels {self.kernels.name}, plugins {plugins}"
         )
 
 
@@ -117,6 +123,7 @@ def init_distributed(
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE,
     prefetch_bytes: int | None = None,
     gradients: GradientsOfRanks = DEFAULT_GRADIENTS,
+    check_calls: bool | None = None,
     plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
@@ -142,6 +149,11 @@ def init_distributed(
     ``loss.backward()`` and ``optimizer.step()`` themselves, as with torch's DistributedDataParallel. An ``OptimManager`` works with
     both; the values are the same.
 
+    ``check_calls``: whether every collective's number, name and size are compared with the other ranks', so that a rank alone
+    in one, or in another one, is an error on all ranks (:class:`CallError`) and no silence. By default (None) all are on the CPU,
+    and on GPUs the first 200 of each group. A rank that waits 30 s for others says for whom: see
+    :mod:`bmt_core.comm.call_check`.
+
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Ranks compare them like
     those: every rank passes the same.
 
@@ -164,6 +176,7 @@ def init_distributed(
         reduce_dtype=reduce_dtype,
         prefetch_bytes=prefetch_bytes,
         gradients=gradients,
+        check_calls=check_calls,
     )
     launch = Launch.from_env()
     store = _connect(init_method, launch, settings)
@@ -184,21 +197,26 @@ def init_distributed(
         sizes = grid_sizes(axes, launch.world_size)
         backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
-    context = CommContext(
-        rank=launch.rank,
-        world_size=launch.world_size,
-        local_rank=launch.local_rank,
-        device=chosen,
-        store=store,
-        timeout=settings.timeout,
-    )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    # A rank that left this before the others and shut down would close connections that a slower one is still making.
-    with section("connections"):
-        backend: CommBackend = backend_class(context)
     same_data = [axis.name for axis in axes if not axis.shards_data]
-    try:
+    with ExitStack() as undo:
+        calls = _check_calls(store, launch, settings)
+        if calls is not None:
+            undo.callback(calls.close)
+        context = CommContext(
+            rank=launch.rank,
+            world_size=launch.world_size,
+            local_rank=launch.local_rank,
+            device=chosen,
+            store=store,
+            timeout=settings.timeout,
+            calls=calls,
+        )
+        # A rank that left this before the others and shut down would close connections that a slower one is still making.
+        with section("connections"):
+            backend: CommBackend = backend_class(context)
+        undo.callback(backend.close)
         runtime = Runtime(
             settings=settings,
             launch=launch,
@@ -207,13 +225,12 @@ def init_distributed(
             topology=Topology(sizes, launch.rank, backend, same_data=same_data),
             backend=backend,
             kernels=kernels,
+            calls=calls,
         )
         if pin_cpu:
             _pin_cpu(launch)
         _seed(seed)
-    except BaseException:
-        backend.close()
-        raise
+        undo.pop_all()
     _current = runtime
     # Scripts that never call shutdown() end well too: process groups left to the interpreter's exit can abort it.
     atexit.register(shutdown)
@@ -242,6 +259,9 @@ def shutdown() -> None:
         for callback in runtime.at_shutdown:
             callback()
         _current = None
+        # Before the connections close, so that the others know why.
+        if runtime.calls is not None:
+            runtime.calls.close(_failure_under_way())
         runtime.backend.close()
 
 
@@ -285,13 +305,61 @@ def _connect(init_method: str, launch: Launch, settings: RunSettings) -> dist.St
     key = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(launch.rank))
     if key not in _stores:
         _stores.clear()
-        found = dist.rendezvous(
-            init_method, launch.rank, launch.world_size, timeout=timedelta(seconds=settings.timeout)
-        )
-        _stores[key] = next(found)[0]
+        _stores[key] = _rendezvous(init_method, launch, settings.timeout)
     store = dist.PrefixStore(f"bmt/{_starts}", _stores[key])
     store.set_timeout(timedelta(seconds=settings.timeout))
     return store
+
+
+def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
+    """Return the store of ``init_method``. Rank 0, where it serves the store, does not wait for the others here.
+
+    Torch's own would wait, and not say for whom.
+    """
+    patience = timedelta(seconds=timeout)
+    url = urlparse(init_method)
+    if url.scheme == "env":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    elif url.scheme == "tcp" and url.hostname is not None and url.port is not None:
+        host, port = url.hostname, url.port
+    else:
+        store: dist.Store = next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience))[0]
+        return store
+    serves = launch.rank == 0 and not _launcher_serves_store()
+    try:
+        return dist.TCPStore(host, port, launch.world_size, serves, patience, wait_for_workers=False, multi_tenant=True)
+    except dist.DistNetworkError as error:
+        if serves:
+            raise
+        raise RemoteError(
+            f"Rank {launch.rank} cannot reach {host}:{port}, where rank 0 or the launcher should be: {error} Look at the output"
+            " of rank 0, which may not have started, and at MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _check_calls(store: dist.Store | None, launch: Launch, settings: RunSettings) -> CallCheck | None:
+    if store is None or settings.check_calls is False:
+        return None
+    return CallCheck(
+        store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        always=bool(settings.check_calls),
+        timeout=settings.timeout,
+        serves_store=launch.rank == 0 and not _launcher_serves_store(),
+    )
+
+
+def _failure_under_way() -> str:
+    """Return the error for which this process ends: the one that is handled now, or that has ended the program."""
+    error = sys.exception() or getattr(sys, "last_value", None)
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    return f"{type(error).__name__}: {error}"
+
+
+def _launcher_serves_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:

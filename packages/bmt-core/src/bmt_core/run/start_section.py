@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +12,10 @@ import torch.distributed as dist
 
 from bmt_core.errors import ConfigError, PluginError, RemoteError
 
+logger = logging.getLogger("bmt_core")
+
+WARN_AFTER = 30.0
+"""Seconds for which a rank waits before it says for whom."""
 _SAME_CLASS = {kind.__name__: kind for kind in (ConfigError, PluginError)}
 
 
@@ -32,13 +37,15 @@ def start_section(name: str, store: dist.Store | None, *, rank: int, world_size:
         store.set(keys[rank], json.dumps([type(error).__name__, str(error)]))
         raise
     store.set(keys[rank], json.dumps(None))
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except dist.DistStoreError:
-        missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+    first = min(timeout, WARN_AFTER)
+    missing = _missing_after(first, keys, store)
+    if missing and timeout > first:
+        logger.warning("bmt: after %g s rank %d still waits for ranks that have not started: %s.", first, rank, missing)
+        missing = _missing_after(timeout - first, keys, store)
+    if missing:
         raise RemoteError(
             f"After {timeout:g} s these ranks have not started: {missing}. Look at their output, or raise timeout."
-        ) from None
+        )
     for other, key in enumerate(keys):
         failure = json.loads(store.get(key))
         if failure is not None:
@@ -47,3 +54,12 @@ def start_section(name: str, store: dist.Store | None, *, rank: int, world_size:
             raise (
                 _SAME_CLASS[kind](where + message) if kind in _SAME_CLASS else RemoteError(f"{where}{kind}: {message}")
             )
+
+
+def _missing_after(seconds: float, keys: list[str], store: dist.Store) -> str:
+    """Wait until all ``keys`` are there, at most for ``seconds``; return the places of those that are not."""
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return ", ".join(str(place) for place, key in enumerate(keys) if not store.check([key]))
+    return ""

@@ -58,6 +58,9 @@ class NcclBackend(CommBackend):
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
         """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join within the timeout."""
         place = ranks.index(self.context.rank)
+        calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
+        if calls is not None:
+            calls.connect()
         assert self.context.store is not None
         store_key = f"{self.name}/{name}"
         try:
@@ -70,7 +73,7 @@ class NcclBackend(CommBackend):
             raise
         with torch.cuda.device(self.context.device):
             communicator = self._engine.communicator(unique_id, list(ranks), place)
-        return NcclGroup(ranks, place, communicator, self._host_group(ranks), self.context.device)
+        return NcclGroup(ranks, place, communicator, self._host_group(ranks), self.context.device, calls)
 
     def _host_group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._host_groups:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bmt_core.comm.call_check import GroupCalls
 from bmt_core.comm.protocols import AllOf, Finished, Group, ReduceOp, Work
 from bmt_core.comm.torch_backend import SumOfParts
 from bmt_kernels.nccl.arguments import (
@@ -28,16 +29,26 @@ _Parts = Sequence[tuple[torch.Tensor, int]]
 
 
 class NcclGroup(Group):
-    """A group over one communicator of NCCL. ``host`` is the group of the same ranks for tensors on the CPU."""
+    """A group over one communicator of NCCL. ``host`` is the group of the same ranks for tensors on the CPU.
+
+    ``calls`` compares its collectives on the device with those of the other ranks; None: nothing does.
+    """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, communicator: Communicator, host: Group, device: torch.device
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        communicator: Communicator,
+        host: Group,
+        device: torch.device,
+        calls: GroupCalls | None = None,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
         self.host = host
         self._communicator = communicator
         self._device = device
+        self._calls = calls
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """See :meth:`Group.all_gather`; moves bytes, so every dtype travels."""
@@ -48,6 +59,7 @@ class NcclGroup(Group):
         check_same_dtype("all_gather", output, input)
         check_whole_and_part("all_gather", "output", output, "input", input, self.size)
         check_apart("all_gather", output, input, self.rank)
+        self._enter(input, "all_gather")
         if input.numel():
             self._communicator.all_gather(input.data_ptr(), output.data_ptr(), input.nbytes, self._stream())
         return _STARTED
@@ -60,9 +72,12 @@ class NcclGroup(Group):
         check_tensor("reduce_scatter: input", input, self._device)
         check_whole_and_part("reduce_scatter", "input", input, "output", output, self.size)
         if output.dtype != input.dtype:
+            check_widening(output, input, op)
+            self._enter(input, "reduce_scatter", op, input.dtype, output.dtype)
             return self._sum_of_parts(output, input, op)
         element, number, count = reduction("reduce_scatter", output, op)
         check_apart("reduce_scatter", input, output, self.rank)
+        self._enter(input, "reduce_scatter", op, input.dtype)
         if count:
             addresses = input.data_ptr(), output.data_ptr()
             self._communicator.reduce_scatter(*addresses, count, element, number, self._stream())
@@ -74,6 +89,7 @@ class NcclGroup(Group):
             return self.host.all_reduce(tensor, op)
         check_tensor("all_reduce: tensor", tensor, self._device)
         element, number, count = reduction("all_reduce", tensor, op)
+        self._enter(tensor, "all_reduce", op, tensor.dtype)
         if count:
             self._communicator.all_reduce(tensor.data_ptr(), count, element, number, self._stream())
         return _STARTED
@@ -84,6 +100,7 @@ class NcclGroup(Group):
             return self.host.broadcast(tensor, root)
         check_tensor("broadcast: tensor", tensor, self._device)
         check_member("broadcast", "root", root, self.ranks)
+        self._enter(tensor, "broadcast from rank", self.ranks[root])
         if tensor.numel():
             self._communicator.broadcast(tensor.data_ptr(), tensor.nbytes, root, self._stream())
         return _STARTED
@@ -114,8 +131,11 @@ class NcclGroup(Group):
         check_member(operation, name, peer, self.ranks, other_than=self.rank)
         return tensor.data_ptr(), tensor.nbytes, peer
 
+    def _enter(self, tensor: torch.Tensor, *operation: object) -> None:
+        if self._calls is not None:
+            self._calls.enter_on_device(operation, tensor)
+
     def _sum_of_parts(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp) -> Work:
-        check_widening(output, input, op)
         parts = torch.empty_like(input)
         if output.numel():
             bytes_each = input.nbytes // self.size

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from bmt_core.comm import ReduceOp, Work
+from bmt_core.comm.call_check import naming
 from bmt_core.errors import BmtError
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
@@ -52,6 +53,7 @@ class GradientReducer:
         self.watcher: ReductionWatcher | None = None
         self._group = group
         self._name = name
+        self._purpose = ""
         self._reduce_dtype = reduce_dtype
         self._lane = lane
         self._ranks = lane.group(group.ranks)
@@ -242,6 +244,9 @@ class GradientReducer:
     def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
         if division.before != 1:
             full *= division.before
-        if self._group.is_replicated:
-            return self._ranks.all_reduce(full, division.op)
-        return self._ranks.reduce_scatter(reduced, full, division.op)
+        if not self._purpose:
+            self._purpose = f"for gradients of {self._name} ({self._group.labels})"
+        with naming(self._purpose):
+            if self._group.is_replicated:
+                return self._ranks.all_reduce(full, division.op)
+            return self._ranks.reduce_scatter(reduced, full, division.op)

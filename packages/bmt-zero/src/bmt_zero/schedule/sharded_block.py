@@ -173,6 +173,9 @@ class ShardedBlock:
         own = {id(parameter) for group in kept for parameter in group.group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
         self.groups = kept + self._lay_out(new, slots)
+        for name, parameter in block.named_parameters():
+            if isinstance(parameter, DistributedParameter) and not parameter.label.endswith(name):
+                parameter.label = name
         locations = {
             id(p): Location(number, position)
             for number, group in enumerate(self.groups)

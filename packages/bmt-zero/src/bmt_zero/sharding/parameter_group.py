@@ -47,6 +47,12 @@ class ParameterGroup:
         return self.total * self.dtype.itemsize
 
     @property
+    def labels(self) -> str:
+        """What errors call the parameters together."""
+        first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
+        return f"{first} and {len(others)} others" if others else first
+
+    @property
     def versions(self) -> list[int]:
         """How often each parameter's part was modified in place, as far as torch counts."""
         return [parameter._version for parameter in self.parameters]

@@ -14,10 +14,13 @@ it again. The backward of such a call, which runs on all ranks or on none, finds
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum, auto
 
 import torch
 
+from bmt_core.comm.call_check import naming
+from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import named_in_trace, storage_key
 from bmt_zero.sharding.gathered_memory import gathered_memory
@@ -51,6 +54,7 @@ class UnshardedBuffer:
         self._lane = lane
         self.holders = 0
         self._calls_at_rest = 0
+        self._purpose = ""
         self._arrival: Mark | None = None
         self._read_until: Mark | None = None  # when the computation has read what a gather is about to overwrite
         if group.is_replicated:
@@ -81,7 +85,9 @@ class UnshardedBuffer:
         elif self._read_until is not None:
             self._lane.after(self._read_until)
             self._read_until = None
-        with named_in_trace(f"gather {name}"):
+        if not self._purpose:
+            self._purpose = f"for {name} ({self._group.labels})"
+        with naming(self._purpose), named_in_trace(f"gather {name}"):
             self._arrival = self._lane.run(lambda: self._group.ranks.all_gather(self._writer, self._group.shard))
         self.state = BufferState.IN_FLIGHT
 
@@ -145,7 +151,8 @@ class UnshardedBuffer:
         """Give the memory back for good; views that still live keep it."""
         if self.state is not BufferState.FREED and not self._group.is_replicated:
             gathered_memory.change(-self._group.full_bytes)
-            self.wait()
+            with suppress(CallError):  # the run has failed, as every call says
+                self.wait()
             self._lane.after(self._lane.here())  # whoever reads it still has until then: see free_unless_held()
             self.state = BufferState.FREED
 

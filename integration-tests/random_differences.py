@@ -1,0 +1,60 @@
+"""What differs between a training drawn at random by ranks through bmt and by one process in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from random_pipelines import PipelinedTraining
+from random_plans import Plan
+from random_trainings import Record, ShardedTraining, Training
+
+from bmt_core.testing import run_ranks
+
+
+def run_sharded(plan: Plan, folder: str) -> Record:
+    """Train by the ranks of this run. Collective."""
+    kind = ShardedTraining if plan.pipeline is None else PipelinedTraining
+    return kind(plan, folder).run()
+
+
+def differences(
+    plan: Plan,
+    world_size: int,
+    folder: str,
+    device: str = "cpu",
+    run: Callable[..., Record] = run_sharded,
+    *arguments: Any,
+    timeout: float = 60.0,
+) -> list[str]:
+    """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
+
+    ``folder`` is for checkpoints. ``run(plan, folder, *arguments)`` is what ranks do, in ``timeout`` seconds at most.
+    """
+    expected = dict(Training(plan, world_size).run().values)
+    # Norms, and so what is clipped, are float32 for any parameters.
+    rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
+    init = {
+        "device": device,
+        "prefetch_bytes": plan.prefetch_bytes,
+        "tp_size": plan.tp_size(world_size),
+        "pipe_size": plan.pipe_size(world_size),
+        "num_micro_batches": plan.micro_batches(world_size, 0) if plan.pipeline else None,
+    }
+    messages = []
+    seen: set[str] = set()
+    for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init, timeout=timeout)):
+        found = dict(record.values)
+        seen.update(found)
+        # A stage of a pipeline has its own layers.
+        unlike = set(found) - set(expected) if plan.pipeline else set(expected) ^ set(found)
+        if unlike:
+            messages.append(f"rank {rank}: not in both: {sorted(unlike)}")
+        for name in [name for name in expected if name in found]:
+            value, other = expected[name], found[name]
+            if not torch.allclose(other.to(value.dtype), value, rtol=rtol, atol=atol):
+                messages.append(f"rank {rank}: {name} is off by {float((other - value).abs().max()):.3g}")
+    if missing := set(expected) - seen:
+        messages.append(f"on no rank: {sorted(missing)}")
+    return messages

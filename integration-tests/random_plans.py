@@ -1,0 +1,246 @@
+"""Trainings drawn at random: what they are made of and what happens in each step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from random_models import Model, Recomputed
+
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How a layer is wrapped."""
+
+    level: int
+    recomputes: bool
+    reduce_dtype: Any
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How the layers lie on ``stages``, as far as there are ranks, and by which schedule they run."""
+
+    stages: int
+    schedule: str | None  # of train_step; None: the list is called
+    chunks: int
+    placement: str
+    members: str  # what the list is made of: "blocks", "modules" or "factories"
+    costs: tuple[int, ...] | None  # one per layer
+    rows: int  # of a rank's batch
+    micro_batches: tuple[int, ...]  # by step; a list has those of the first step in all
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What happens in a step."""
+
+    fails: str | None  # where a first try of the step fails
+    keeps_zeros: bool  # zero_grad(set_to_none=False)
+    frozen: tuple[int, ...]  # numbers of parameters
+    levels: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    orders: tuple[tuple[int, ...], ...]  # of the layers, for each micro-batch
+    held: tuple[bool, ...]  # which of them run in no_sync
+    one_backward: bool
+    twice: bool  # each backward is run twice
+    asks_for_gradients: bool
+    between: str | None  # what comes between forward and backward
+    writes: bool  # parameters are changed by hand after the step
+    evaluates: bool
+    overflows: bool
+    resumes: bool
+    postponed: tuple[int | None, ...]  # after how many more micro-batches the weight gradients of each are computed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training; ``seed`` draws its model. ``tp`` ranks, if there are as many, compute some of its layers together."""
+
+    seed: int
+    tp: int
+    pipeline: PipelinePlan | None
+    dtype: torch.dtype
+    wraps: str
+    blocks: tuple[BlockPlan, ...]
+    optimizer: str
+    splits: bool  # the parameters among two optimizers
+    manages: bool
+    loss_scale: float | None
+    clips: bool
+    may_reenter: bool
+    prefetch_bytes: int | None
+    hooked: tuple[int, ...]  # numbers of the parameters that somebody watches
+    steps: tuple[StepPlan, ...] = field(repr=True)
+
+    def model(self) -> Model:
+        """Return the model in plain torch."""
+        r = random.Random(self.seed)
+        torch.manual_seed(self.seed)
+        parts = None if self.pipeline is None else self.pipeline.stages * self.pipeline.chunks
+        model = Model(
+            r,
+            self.dtype,
+            tensors_only=self.wraps in ("list", "pipeline"),
+            may_tie=self.wraps == "wrapper",
+            tp=self.tp,
+            parts=parts,
+        )
+        for module in model.modules():
+            if isinstance(module, Recomputed):
+                module.is_reentrant = self.may_reenter and r.random() < 0.5
+        return model
+
+    @property
+    def rows(self) -> int:
+        """Rows of a rank's batch."""
+        return 2 if self.pipeline is None else self.pipeline.rows
+
+    def pipe_size(self, world_size: int) -> int:
+        """Return how many stages ``world_size`` ranks have."""
+        return 1 if self.pipeline is None else math.gcd(self.pipeline.stages, world_size)
+
+    def micro_batches(self, world_size: int, step: int) -> int:
+        """Return into how many micro-batches the batch of a pipeline is divided."""
+        assert self.pipeline is not None
+        return math.gcd(self.pipeline.micro_batches[step], self.rows * self.pipe_size(world_size))
+
+    def tp_size(self, world_size: int) -> int:
+        """Return how many of ``world_size`` ranks compute layers together."""
+        return math.gcd(self.tp, world_size // self.pipe_size(world_size))
+
+    def data_size(self, world_size: int) -> int:
+        """Return by what the manager divides losses. Rows are cut among ranks along tp: each brings sequences of its own."""
+        return world_size // self.tp_size(world_size)
+
+
+def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: PipelinePlan | None = None) -> Plan:
+    """Return training number ``seed``; ``tp`` and ``pp``, or the whole ``pipeline``, are drawn, too, unless they are given."""
+    r = random.Random(f"grid {seed}")
+    tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
+    of_pipeline = random.Random(f"pipeline {seed}")
+    pp = pp or (of_pipeline.choice([2, 2, 4]) if of_pipeline.random() < 0.25 else 1)
+    if pipeline is None and pp > 1:
+        pipeline = _draw_pipeline(of_pipeline, pp)
+    r = random.Random(f"plan {seed}")
+    dtype = r.choice([torch.float32, torch.float64])
+    wraps = r.choice(["blocks", "list", "wrapper"])
+    if pipeline is not None:
+        wraps = "pipeline"
+    manages = r.random() < 0.8
+    offloads = dtype == torch.float32 and r.random() < 0.3
+    asks = r.random() < 0.2 and pipeline is None
+    plan = Plan(
+        seed=seed,
+        tp=tp,
+        pipeline=pipeline,
+        dtype=dtype,
+        wraps=wraps,
+        blocks=(),
+        optimizer="offload" if offloads else r.choice(["adam", "adamw", "torch", "sgd"]),
+        splits=r.random() < 0.3,
+        manages=manages,
+        loss_scale=r.choice([None, 8.0]) if manages else None,
+        clips=manages and r.random() < 0.5,
+        # torch's reentrant checkpoint gives no gradients if its input needs none, which a frozen beginning makes so.
+        may_reenter=not asks and pipeline is None,
+        prefetch_bytes=r.choice([None, None, 0, 10**9]),
+        hooked=(),
+        steps=(),
+    )
+    model = plan.model()
+    count, parameters = len(model.layers), len(list(model.parameters()))
+    makes_blocks = wraps == "wrapper" or (pipeline is not None and pipeline.members == "modules")
+    blocks = tuple(
+        BlockPlan(
+            level=3 if makes_blocks else r.randint(0, 3),
+            recomputes=r.random() < 0.5,
+            reduce_dtype=r.choice(["param", "fp32", "fp32-sum"]),
+        )
+        for _ in range(count)
+    )
+    settings = {"count": count, "parameters": parameters, "blocks": blocks, "asks": asks, "plan": plan}
+    postponing = random.Random(f"postponing {seed}")
+    postpones = postponing.random() < 0.3
+    numbers = range(STEPS if pipeline is None else len(pipeline.micro_batches))
+    steps = tuple(_draw_step(r, postponing if postpones else None, **settings) for _ in numbers)
+    hooked = tuple(n for n in range(parameters) if r.random() < 0.1) if r.random() < 0.2 else ()
+    if pipeline is not None:
+        steps = tuple(_as_pipelines_can(of_pipeline, step, count, parameters) for step in steps)
+        if of_pipeline.random() < 0.2:
+            costs = tuple(of_pipeline.randint(1, 9) for _ in range(count))
+            pipeline = replace(pipeline, costs=costs)
+    return replace(plan, blocks=blocks, steps=steps, hooked=hooked, pipeline=pipeline)
+
+
+def _draw_pipeline(r: random.Random, stages: int) -> PipelinePlan:
+    schedule = r.choice([None, None, "gpipe", "1f1b", "interleaved", "zero-bubble"])
+    chunks = {"1f1b": [1], "interleaved": [2, 3]}.get(str(schedule), [1, 2])
+    rows = r.choice([1, 2, 4, 6])
+    counts = [number for number in range(1, rows * stages + 1) if rows * stages % number == 0]
+    return PipelinePlan(
+        stages=stages,
+        schedule=schedule,
+        chunks=(count := r.choice(chunks)),
+        placement="v" if count == 2 and schedule in (None, "zero-bubble") else "loop",
+        members=r.choice(["blocks", "modules", "factories"]),
+        costs=None,
+        rows=rows,
+        micro_batches=tuple(r.choice(counts) for _ in range(STEPS)),
+    )
+
+
+def _as_pipelines_can(r: random.Random, step: StepPlan, layers: int, parameters: int) -> StepPlan:
+    """Return ``step`` without what a pipeline refuses; what is frozen is often a whole end of the model."""
+    bound = r.randrange(parameters - 3)
+    return replace(
+        step,
+        orders=(tuple(range(layers)),) * len(step.orders),
+        twice=False,
+        postponed=(None,) * len(step.orders),
+        frozen=r.choice([step.frozen, step.frozen, tuple(range(bound)), tuple(range(bound + 3, parameters))]),
+    )
+
+
+def _draw_step(
+    r: random.Random,
+    postponing: random.Random | None,
+    count: int,
+    parameters: int,
+    blocks: Sequence[BlockPlan],
+    asks: bool,
+    plan: Plan,
+) -> StepPlan:
+    orders = []
+    for _ in range(r.randint(1, 3)):
+        order = list(range(count))
+        if r.random() < 0.3:  # skipped, repeated, in another order
+            order = [r.randrange(count) for _ in range(r.randint(0, count + 1))]
+        orders.append(tuple(order))
+    changes = r.random() < 0.3
+    fails = r.choice(["forward", "backward"]) if r.random() < 0.2 else None
+    return StepPlan(
+        fails=fails,
+        keeps_zeros=fails is None
+        and r.random() < 0.2,  # which gradients a backward pass leaves that failed is undefined
+        frozen=tuple(n for n in range(2, parameters) if r.random() < 0.3) if r.random() < 0.3 else (),
+        levels=tuple(r.randint(1, 3) if changes and block.level else block.level for block in blocks),
+        recompute=tuple(r.random() < 0.5 if changes else block.recomputes for block in blocks),
+        orders=tuple(orders),
+        held=tuple(plan.manages and r.random() < 0.4 for _ in orders),
+        one_backward=r.random() < 0.2,
+        twice=r.random() < 0.15,
+        asks_for_gradients=asks and r.random() < 0.5,
+        between=r.choice(["no_grad", "inference", "state_dict"]) if r.random() < 0.3 else None,
+        writes=r.random() < 0.15,
+        evaluates=r.random() < 0.3,
+        overflows=plan.loss_scale is not None and r.random() < 0.2,
+        resumes=plan.manages and r.random() < 0.15,
+        postponed=tuple(postponing.choice([None, 0, 1, 2]) if postponing else None for _ in orders),
+    )

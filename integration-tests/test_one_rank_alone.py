@@ -1,0 +1,72 @@
+"""What one rank alone does to a model while the others train: an error on every rank, which names both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import bmtrain as bmt
+from bmt_core.comm import call_check, call_watch
+from bmt_core.errors import CallError
+from bmt_core.run import runtime
+from bmt_core.testing import run_ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def train(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def alone(action: Callable[[nn.Module], object]) -> str:
+    """Return what a rank raises when rank 0 does ``action`` where the others train."""
+    runtime.init_distributed(device="cpu", timeout=300)
+    model = bmt.BMTrainModelWrapper(Model())
+    train(model)
+    try:
+        (action if bmt.rank() == 0 else train)(model)
+        bmt.synchronize()
+    except CallError as error:
+        return str(error)
+    finally:
+        runtime.shutdown()
+    return ""
+
+
+def all_actions(folder: Path) -> dict[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_watch, "PERIOD", 0.1)
+        patch.setattr(call_watch, "LOOK_AFTER", 0.2)
+        patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
+        return {
+            "save": alone(lambda model: bmt.save(model, str(folder / "model.pt"))),
+            "state_dict": alone(lambda model: model.state_dict()),
+            "print": alone(lambda model: print(model.head.weight)),  # type: ignore[union-attr]
+            "forward": alone(lambda model: (model(torch.ones(2, 4)), train(model))),
+        }
+
+
+def test_save_state_dict_print_and_forward_on_one_rank_name_what_each_rank_does(tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(all_actions, 2, tmp_path, init=None, timeout=300)):
+        for text in said.values():
+            assert text.startswith(("Ranks have entered different calls: ", "Ranks wait for each other in different "))
+            assert "rank 0" in text and "rank 1" in text, (rank, text)
+            assert "head.weight" in text or "layers.0.weight" in text, (rank, text)
+        assert "all_gather, 8 bytes, at the end of " in said["save"]
+        assert "for layers.0.weight of shape (4, 4)" in said["state_dict"]
+        assert "for head.weight of shape (3, 4)" in said["print"]

@@ -1,0 +1,227 @@
+"""``CallCheck``: every collective has a number and a text, and a rank enters none that differs from the others'.
+
+[Note: how calls are checked] A rank that is alone in a collective, or in another one than the rest, would hang, or gloo would
+abort its process, or tensors would be mixed. Two things prevent that, both through the rendezvous store.
+
+- *Before* a collective, :meth:`GroupCalls.enter` compares operation, size, dtype and the name of what travels with those of the
+  first rank that entered the call of this number in this group: one request (``compare_set``), which waits for nobody. A
+  rank that differs enters nothing and raises, so gloo sees no message of a wrong size.
+- *During* a collective, the main thread waits in pieces of a second, and between them asks :class:`CallWatch` whether the run has
+  failed. The watch is a thread that writes each second what this rank has entered, what it waits for, and whether it
+  has ended. When this rank has waited two seconds, it reads what the others wrote: a member that has ended, or ranks that wait
+  for each other in different groups, end the calls of all ranks. Members that have entered nothing are named in a warning. A lost
+  connection says that some rank is gone; the one that writes no more is it.
+
+The first failure is written to the store, and raised by every rank in the call where it waits, or in its next one.
+
+On the CPU this is always on. A collective on a GPU is not waited for by the host, which could not take it back either. So there
+the host waits, before it starts a collective, until all members have entered it, for the first calls of each group (rare ones, as
+those of ``save``, are among them), or for all if ``check_calls=True``. Sends and receives have no number: they are watched for
+lost connections only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from bmt_core.comm.call_watch import CallWatch, mismatch_text
+from bmt_core.comm.rank_states import Call
+from bmt_core.errors import CallError
+
+FIRST_CALLS = 200
+"""How many calls of each group are checked on a GPU."""
+_SLOTS = 256  # the texts of so many calls are kept for each group: a rank that lags further behind is not compared
+_PIECE = timedelta(seconds=1)
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 0.02
+
+
+class CallCheck:
+    """The calls of a run's groups. ``always``: on GPUs too, after the first ones. ``timeout`` is the run's, in seconds."""
+
+    def __init__(
+        self, store: dist.Store, *, rank: int, world_size: int, always: bool, timeout: float, serves_store: bool
+    ) -> None:
+        self.rank = rank
+        self.timeout = timeout
+        self.first_calls: float = float("inf") if always else FIRST_CALLS
+        self.store: Any = dist.PrefixStore("calls", store)
+        # A store answers one thread at a time. Torch's stubs lack clone().
+        self.watch = CallWatch(
+            cast(Any, self.store).clone(), rank=rank, world_size=world_size, serves_store=serves_store
+        )
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
+        """Return the calls of the group ``name``, whose members are ``ranks``."""
+        return GroupCalls(self, name, ranks)
+
+    def close(self, ended: str = "") -> None:
+        """Tell the other ranks that this one leaves, for the error ``ended`` if there is one."""
+        self.watch.close(ended)
+
+
+class GroupCalls:
+    """The calls of one group on this rank."""
+
+    def __init__(self, check: CallCheck, name: str, ranks: tuple[int, ...]) -> None:
+        self._check = check
+        self._watch = check.watch
+        self._store = check.store
+        self._name = name
+        self._ranks = ranks
+        self._number = 0
+        self._device_calls_left = check.first_calls
+        self._slots = [_Entry(0, 0, "", "", "")] * _SLOTS
+
+    def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
+        """Enter the next call: ``operation``, its name and what else must be equal on all ranks, with ``tensor`` of this rank.
+
+        Raises :class:`CallError` if another rank has entered a different call.
+        """
+        text = f"{' '.join(map(str, operation))}, {tensor.nbytes} bytes"
+        return self._enter(text + _shown, compared=text + _compared)
+
+    def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
+        """Do the same for a call on a device, and return when all members have entered it.
+
+        When so many calls were checked as are to be, it does nothing.
+        """
+        if self._device_calls_left > 0:
+            self._device_calls_left -= 1
+            self._meet(self.enter(operation, tensor))
+
+    def connect(self) -> None:
+        """Return when all members are about to connect the group: what connects them waits without an end."""
+        text = "the first operation on the group"
+        self._meet(self._enter(text + _shown, compared=text))
+
+    def wait(self, call: Call, work: dist.Work) -> None:
+        """Wait for ``work``, which is that of ``call`` on the CPU."""
+        begin = time.monotonic()
+        self._watch.begin_wait(call)
+        try:
+            while not _has_ended(work):
+                self._watch.raise_failure(call)
+        except CallError:
+            raise
+        except RuntimeError as error:
+            raise self._error(call, error, begin) from error
+        finally:
+            self._watch.end_wait()
+
+    def guard(self, text: str, wait: Callable[[], object]) -> None:
+        """Call ``wait``, which waits for a send or a receive described by ``text``."""
+        begin = time.monotonic()
+        try:
+            wait()
+        except RuntimeError as error:
+            raise self._error(text, error, begin) from error
+
+    def _enter(self, text: str, *, compared: str) -> Call:
+        self._watch.raise_failure(text)
+        number = self._number + 1
+        call = Call(group=self._name, ranks=self._ranks, number=number, text=text)
+        first = self._first_entry(number, compared, text)
+        if first is not None:
+            self._watch.fail(mismatch_text(call, self._check.rank, *first), self._store)
+            self._watch.raise_failure()
+        self._number = number
+        self._watch.last = call
+        self._watch.entered[self._name] = number
+        return call
+
+    def _first_entry(self, number: int, compared: str, shown: str) -> tuple[int, str] | None:
+        """Return which rank entered the call first, and what it shows, if it compares something else than ``compared``; or None.
+
+        Each slot holds the entry of the first that came, until the call :data:`_SLOTS` later takes it. Every rank knows what it
+        has last seen there, so one request replaces that, or finds that another rank was faster.
+        """
+        slot = number % _SLOTS
+        seen = self._slots[slot]
+        if seen.number < number and not self._watch.store_is_gone:
+            own = f"{number} {self._check.rank} {compared}\n{shown}"
+            try:
+                found = self._store.compare_set(f"entered/{self._name}/{slot}", seen.stored, own).decode()
+            except dist.DistError:
+                # Who serves the store may leave first. If anybody waits for it, the lost connection says so.
+                return None
+            first, rank, texts = found.split(" ", 2)
+            first_compared, first_shown = texts.split("\n", 1)
+            seen = self._slots[slot] = _Entry(int(first), int(rank), first_compared, first_shown, found)
+        if seen.number != number or seen.compared == compared:
+            return None
+        return seen.rank, seen.shown
+
+    def _meet(self, call: Call) -> None:
+        """Return when all members have entered ``call``."""
+        key, end = f"met/{self._name}/", time.monotonic() + self._check.timeout
+        self._watch.begin_wait(call)
+        try:
+            count, pause = self._store.add(f"{key}{call.number}", 1), _SHORTEST_PAUSE
+            if count == len(self._ranks):
+                self._store.delete_key(f"{key}{call.number - 1}")  # which all have left
+            while count < len(self._ranks):
+                self._watch.raise_failure(call)
+                if time.monotonic() > end:
+                    raise self._watch.error_of_timeout(call, self._check.timeout)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                count = self._store.add(f"{key}{call.number}", 0)
+        except dist.DistError as error:
+            raise self._watch.error_of_lost_connection(call, error) from error
+        finally:
+            self._watch.end_wait()
+
+    def _error(self, call: Call | str, error: Exception, begin: float) -> CallError:
+        if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():
+            return self._watch.error_of_timeout(call, self._check.timeout)
+        return self._watch.error_of_lost_connection(call, error)
+
+
+class naming:  # a context manager that is read like a function
+    """Inside, errors say of collectives what their ``purpose`` is, such as the name of a parameter.
+
+    It is compared between ranks, unless ``is_compared`` is False because it may differ.
+    """
+
+    def __init__(self, purpose: str, *, is_compared: bool = True) -> None:
+        self._shown = f", {purpose}"
+        self._compared = self._shown if is_compared else ""
+
+    def __enter__(self) -> None:
+        global _shown, _compared
+        self._before = _shown, _compared
+        _shown, _compared = self._shown, self._compared
+
+    def __exit__(self, *exception: object) -> None:
+        global _shown, _compared
+        _shown, _compared = self._before
+
+
+class _Entry(NamedTuple):
+    """The first entry of a call that this rank has seen, and how it is ``stored``."""
+
+    number: int
+    rank: int
+    compared: str
+    shown: str
+    stored: str
+
+
+_shown = _compared = ""
+
+
+def _has_ended(work: dist.Work) -> bool:
+    """Wait for ``work`` for one piece of time; return whether it has ended, or raise what has ended it."""
+    try:
+        work.wait(_PIECE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises, unless it has ended well just now
+    return True

@@ -1,0 +1,264 @@
+"""``CallWatch``: a thread that tells the other ranks what this one does, and finds out why a call does not end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from bmt_core.comm.rank_states import Call, RankState, missing_ranks, ring_of_waits
+from bmt_core.errors import CallError
+
+logger = logging.getLogger("bmt_core")
+
+PERIOD = 1.0
+"""Seconds between two states that a rank tells."""
+LOOK_AFTER = 2.0
+"""Seconds for which a rank waits before it reads the others' states."""
+WARN_AFTER = 30.0
+"""Seconds for which a rank waits before it says for whom."""
+_SILENT_PERIODS = 3.5  # after so many without a word, while a connection is lost, a rank is taken for dead
+_PATIENCE = 7.0  # seconds for finding out who is dead
+_READERS_PATIENCE = 3.0  # seconds for which the rank that serves the store waits for its readers
+_FAILURE, _FAREWELL = "failure", "farewell"
+_ADVICE = (
+    "All ranks of a group must make the same calls in the same order. Look for what only some ranks do, such as save(),"
+    " state_dict(), print(weight) or a forward behind `if rank() == 0`."
+)
+
+
+class CallWatch:
+    """What this rank knows of its own calls and those of the others: see [Note: how calls are checked].
+
+    ``store`` is used by the thread alone. ``serves_store`` says whether the store ends with this process.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, serves_store: bool) -> None:
+        self.rank = rank
+        self.failure: str | None = None
+        """Why no call of the run can be trusted any more; the same on every rank."""
+        self.store_is_gone = False
+        """Whether the rank that served the store has left, and nothing can be compared any more."""
+        self.entered: dict[str, int] = {}
+        self.last: Call | None = None
+        self._waiting: tuple[Call, float] | None = None
+        self._store = store
+        self._others = [other for other in range(world_size) if other != rank]
+        self._world_size = world_size
+        self._serves_store = serves_store
+        self._beat = 0
+        self._failure_is_known = threading.Event()
+        self._wake = threading.Event()
+        self._is_stopping = False
+        self._connection_is_lost = False
+        self._has_read_failure = False
+        self._warned_of: Call | None = None
+        self._ring: tuple[tuple[Call | None, ...], dict[int, int]] | None = None
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._next_look = 0.0
+        self._missing = ""
+        self._tell()
+        self._thread = threading.Thread(target=self._run, name="bmt-call-watch", daemon=True)
+        self._thread.start()
+
+    def begin_wait(self, call: Call) -> None:
+        """Note that this rank waits for the end of ``call``."""
+        self._waiting = call, time.monotonic()
+
+    def end_wait(self) -> None:
+        """Note that it does not wait any more."""
+        self._waiting = None
+
+    def raise_failure(self, call: Call | str | None = None) -> None:
+        """Raise :class:`CallError` if the calls of the run have failed, here or elsewhere. ``call`` is what this rank is in."""
+        if self.failure is not None:
+            where = "" if call is None else f" This is rank {self.rank}, in {call}."
+            raise CallError(self.failure + where)
+
+    def fail(self, failure: str, store: dist.Store | None = None) -> None:
+        """Let the calls of all ranks fail; the first failure counts. The main thread passes a store of its own."""
+        own = self._store if store is None else store
+        try:
+            failure = own.compare_set(_FAILURE, "", failure).decode()
+        except dist.DistError:
+            pass  # whoever served the store has left, and the others learn it from their connections
+        self.failure = failure
+        self._failure_is_known.set()
+
+    def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
+        """Return what to raise when the communication engine has ended ``call`` with ``error``: which rank is gone.
+
+        It takes some seconds until a rank that was killed is known.
+        """
+        self._connection_is_lost = True
+        self._wake.set()
+        self._failure_is_known.wait(_PATIENCE)
+        guess = f"The connection to another rank is lost ({error}). Look at the output of all ranks."
+        if self.store_is_gone:
+            guess = "Rank 0 has ended, or the launcher: the store that it served is gone."
+        why = self.failure or guess
+        return CallError(f"{why} This is rank {self.rank}, in {call}.")
+
+    def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
+        """Return what to raise when this rank has waited ``timeout`` seconds in ``call``."""
+        return CallError(
+            f"Rank {self.rank} has waited {timeout:g} s in {call}. {self._missing or 'Look at the output of the other ranks.'}"
+        )
+
+    def close(self, ended: str = "") -> None:
+        """Tell the others that this rank leaves; ``ended`` is the error for which it does, if there is one.
+
+        The rank that serves the store waits a moment until they have read it: they would lose the news, and torch would print
+        much about a store that is gone.
+        """
+        self._is_stopping = True
+        self._wake.set()
+        self._thread.join()
+        if self.store_is_gone or (self._has_read_failure and not self._serves_store):
+            return
+        try:
+            self._beat += 1
+            self._tell(ended)
+            if ended and self.failure is None:
+                self.fail(f"Rank {self.rank} has failed ({ended}).")
+            if self._serves_store:
+                self._store.set(_FAREWELL, "")
+                self._wait_for_readers()
+            else:
+                self._store.set(self._seen(self.rank), "")
+        except dist.DistError as error:
+            logger.debug("bmt: rank %d cannot tell that it leaves: %s", self.rank, error)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._wake.wait(PERIOD / 4 if self._connection_is_lost else PERIOD)
+                self._wake.clear()
+                if not self._is_stopping and not self._tick():
+                    return
+        except dist.DistError as error:
+            logger.debug("bmt: rank %d cannot reach the store any more: %s", self.rank, error)
+            self.store_is_gone = True
+            self._failure_is_known.set()
+
+    def _tick(self) -> bool:
+        """Tell and read; return whether there will be more of that."""
+        self._beat += 1
+        waiting = self._waiting
+        self._tell()
+        if self._store.check([_FAILURE]):
+            self._learn(self._store.get(_FAILURE).decode())
+            return False
+        if not self._serves_store and self._store.check([_FAREWELL]):
+            self._store.set(self._seen(self.rank), "")
+            self.store_is_gone = True
+            self._failure_is_known.set()
+            return False
+        now = time.monotonic()
+        if self._connection_is_lost:
+            self._look_for_the_dead(now)
+        elif waiting is not None and now - waiting[1] >= LOOK_AFTER and now >= self._next_look:
+            # All read the states of all: with many ranks, less often.
+            self._next_look = now + self._world_size / 64
+            self._look(waiting[0], now - waiting[1])
+        return True
+
+    def _tell(self, ended: str | None = None) -> None:
+        # Waiting first: a call that is entered meanwhile is then in ``entered``, and nobody seems to miss it.
+        waiting = None if self._waiting is None else self._waiting[0]
+        state = RankState(beat=self._beat, entered=dict(self.entered), last=self.last, waiting=waiting, ended=ended)
+        self._store.set(f"state/{self.rank}", state.to_json())
+
+    def _learn(self, failure: str) -> None:
+        self._store.set(self._seen(self.rank), "")
+        self._has_read_failure = True
+        if self.failure is None:
+            self.failure = failure
+            if self._waiting is None and not self._connection_is_lost:
+                # The next call raises it. But the computation may wait for a device, which no error reaches.
+                logger.warning("bmt: rank %d cannot go on. %s", self.rank, failure)
+        self._failure_is_known.set()
+
+    def _look(self, call: Call, seconds: float) -> None:
+        states = self._states(range(self._world_size))
+        missing = missing_ranks(call, states)
+        for rank in missing:
+            if states[rank].ended is not None:
+                self.fail(
+                    f"Rank {rank} has ended{_because(states[rank])}, and rank {self.rank} waits for it in {call}."
+                )
+                return
+        ring = ring_of_waits(self.rank, states)
+        if ring and self._is_confirmed(ring, states):
+            self.fail(_ring_text(ring, states))
+            return
+        absent = "; ".join(f"rank {rank}, {_whereabouts(states[rank])}" for rank in missing)
+        self._missing = f"It waits for {absent}." if missing else ""
+        if seconds >= WARN_AFTER and self._warned_of != call and missing:
+            self._warned_of = call
+            logger.warning("bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing)
+
+    def _is_confirmed(self, ring: list[int], states: dict[int, RankState]) -> bool:
+        """Whether every rank of ``ring`` has told twice, since the ring was first seen, that it still waits there."""
+        waits = tuple(states[rank].waiting for rank in sorted(ring))
+        beats = {rank: states[rank].beat for rank in ring}
+        if self._ring is None or self._ring[0] != waits:
+            self._ring = waits, beats
+            return False
+        return all(beat >= self._ring[1][rank] + 2 for rank, beat in beats.items())
+
+    def _look_for_the_dead(self, now: float) -> None:
+        states = self._states(self._others)
+        for rank, state in states.items():
+            if state.ended is not None:
+                self.fail(f"Rank {rank} has ended{_because(state)}, and others still wait for it.")
+                return
+            if self._heard.get(rank, (-1, now))[0] != state.beat:
+                self._heard[rank] = state.beat, now
+        silent = [rank for rank, (_, since) in self._heard.items() if now - since >= _SILENT_PERIODS * PERIOD]
+        if silent:
+            dead = " and ".join(f"rank {rank}, {_whereabouts(states[rank])}," for rank in silent)
+            self.fail(f"The process of {dead} was killed or has crashed: it ended without saying so.")
+
+    def _states(self, ranks: Iterable[int]) -> dict[int, RankState]:
+        ranks = list(ranks)
+        found = self._store.multi_get([f"state/{rank}" for rank in ranks])
+        return {rank: RankState.from_json(text) for rank, text in zip(ranks, found, strict=True)}
+
+    def _wait_for_readers(self) -> None:
+        end = time.monotonic() + _READERS_PATIENCE
+        keys = [self._seen(other) for other in self._others]
+        while not self._store.check(keys) and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _seen(self, rank: int) -> str:
+        return f"seen/{rank}"
+
+
+def _because(state: RankState) -> str:
+    return f" ({state.ended})" if state.ended else ""
+
+
+def _whereabouts(state: RankState) -> str:
+    if state.waiting is not None:
+        return f"which is in {state.waiting}"
+    return "which has entered no call yet" if state.last is None else f"whose last call was {state.last}"
+
+
+def _ring_text(ring: list[int], states: dict[int, RankState]) -> str:
+    waits = "; ".join(
+        f"rank {rank} is in {states[rank].waiting}, which rank {ring[(place + 1) % len(ring)]} has not entered"
+        for place, rank in enumerate(ring)
+    )
+    return f"Ranks wait for each other in different calls: {waits}. {_ADVICE}"
+
+
+def mismatch_text(call: Call, rank: int, first_rank: int, first_text: str) -> str:
+    """Return the failure of ``rank``, which has entered ``call`` where ``first_rank`` had entered another one."""
+    return (
+        f"Ranks have entered different calls: rank {rank} is in {call}, and the same call of rank {first_rank} is:"
+        f" {first_text}. {_ADVICE}"
+    )

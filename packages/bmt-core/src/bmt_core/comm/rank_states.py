@@ -1,0 +1,86 @@
+"""``RankState``: what a rank tells the others about its collective calls, and what follows when their states are put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A collective call that a rank has entered: the call ``number`` (from 1) of the group ``group``, made of ``ranks``."""
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"call {self.number} of group {self.group} (ranks {', '.join(map(str, self.ranks))}): {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """One rank's calls at one moment.
+
+    ``entered`` has the number of the last call of each group, ``last`` the last call of all, ``waiting`` the one whose end
+    the rank waits for. ``beat`` grows each time the state is told. ``ended`` is why the rank has left, or empty where it left
+    without an error; None while it runs.
+    """
+
+    beat: int = 0
+    entered: Mapping[str, int] = field(default_factory=dict)
+    last: Call | None = None
+    waiting: Call | None = None
+    ended: str | None = None
+
+    def to_json(self) -> str:
+        """Return the state as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RankState:
+        """Undo :meth:`to_json`."""
+        fields: dict[str, Any] = json.loads(text)
+        for name in ("last", "waiting"):
+            if fields[name] is not None:
+                fields[name] = Call(**{**fields[name], "ranks": tuple(fields[name]["ranks"])})
+        return cls(**fields)
+
+
+def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
+    """Return the members of the call's group that have not entered it.
+
+    >>> call = Call(group="dp", ranks=(0, 1), number=3, text="all_reduce")
+    >>> missing_ranks(call, {0: RankState(entered={"dp": 3}), 1: RankState(entered={"dp": 2})})
+    [1]
+    """
+    return [rank for rank in call.ranks if states[rank].entered.get(call.group, 0) < call.number]
+
+
+def ring_of_waits(start: int, states: Mapping[int, RankState]) -> list[int]:
+    """Return ranks that wait for each other, each for the next, the last for the first; empty if ``start`` waits for no ring.
+
+    A rank waits for the members that have not entered the call that it is in. Of these, one that itself is in a call comes
+    no sooner than that call ends.
+    """
+    path: list[int] = []
+    seen: set[int] = set()
+
+    def search(rank: int) -> list[int]:
+        if rank in path:
+            return path[path.index(rank) :]
+        waiting = states[rank].waiting
+        if waiting is None or rank in seen:
+            return []
+        seen.add(rank)
+        path.append(rank)
+        for missing in missing_ranks(waiting, states):
+            if ring := search(missing):
+                return ring
+        path.pop()
+        return []
+
+    return search(start)

@@ -1,0 +1,70 @@
+"""The packages of bmt, as ``bmt doctor`` and error messages name them. The core imports none of the others."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+
+class Package(NamedTuple):
+    """One package of bmt, for somebody who may not have it."""
+
+    module: str
+    provides: str
+    install: str
+    """How to install it, beside a core that is there."""
+    offers: tuple[str, ...] = ()
+    """What its plugin offers by name: commands, kernels, optimizers, communication backends."""
+
+
+# Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
+PACKAGES = {
+    "bmt-core": Package(
+        "bmt_core",
+        "start, grid of ranks, collectives, plugins, sharded parameters, checkpoints, the program bmt",
+        "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
+    ),
+    "bmt-kernels": Package(
+        "bmt_kernels",
+        "compiled kernels for CPU and CUDA, and the backend nccl-native; without them plain torch does the same, slower",
+        'pip install "bmt-train[kernels]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-kernels',
+        ("cpu", "cuda", "nccl-native"),
+    ),
+    "bmt-optim": Package(
+        "bmt_optim",
+        "OptimManager, loss scaling, clipping, Adam, Adam on the host, learning-rate schedules",
+        'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
+        ("adam", "adam_offload"),
+    ),
+    "bmt-pipeline": Package(
+        "bmt_pipeline",
+        "pipelines: PipelineTransformerBlockList, train_step and its schedules, init_distributed(pipe_size=...)",
+        'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero'
+        " ./packages/bmt-pipeline",
+        ("pipeline-plan",),
+    ),
+    "bmt-tp": Package(
+        "bmt_tp",
+        "tensor parallelism: parallel linear layers and embedding, parallelize, init_distributed(tp_size=...)",
+        'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
+    ),
+    "bmt-train": Package(
+        "bmtrain",
+        "the one name for all of them: import bmtrain as bmt",
+        "pip install bmt-train, or from a clone: pip install ./packages/bmt-core ./packages/bmtrain",
+    ),
+    "bmt-zero": Package(
+        "bmt_zero",
+        "Block, TransformerBlockList, ZeRO levels, recomputation, BMTrainModelWrapper",
+        'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
+    ),
+}
+"""By the names of the distributions."""
+
+
+def install_hint(offer: str) -> str:
+    """Return a sentence, after a space, that says which missing package offers what is called ``offer``; "" if none does."""
+    for name, package in PACKAGES.items():
+        if offer in package.offers and importlib.util.find_spec(package.module) is None:
+            return f" {offer!r} is provided by {name}, which is not installed. Install it with: {package.install}"
+    return ""

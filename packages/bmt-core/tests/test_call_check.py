@@ -1,0 +1,247 @@
+"""A rank alone in a collective, or in another one than the rest, is an error on every rank, which says who is where."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bmt_core
+from bmt_core.comm import all_gather_object, call_check, call_watch
+from bmt_core.comm.call_check import naming
+from bmt_core.comm.rank_states import Call, RankState, missing_ranks, ring_of_waits
+from bmt_core.errors import CallError
+from bmt_core.run import collectives as distributed
+from bmt_core.run import runtime
+from bmt_core.testing import rank_pool
+
+
+@contextlib.contextmanager
+def quick_watch() -> Iterator[None]:
+    """Everything a tenth as long as it is, so that the tests are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_watch, "PERIOD", call_watch.PERIOD / 10)
+        patch.setattr(call_watch, "LOOK_AFTER", call_watch.LOOK_AFTER / 10)
+        patch.setattr(call_watch, "WARN_AFTER", call_watch.WARN_AFTER / 100)
+        patch.setattr(call_check, "FIRST_CALLS", 5)
+        patch.setattr(call_check, "_PIECE", call_check._PIECE / 10)
+        yield
+
+
+class Layer(bmt_core.DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = bmt_core.DistributedParameter(torch.ones(3, 4))
+
+
+def different_sizes() -> None:
+    part = torch.ones(10 + bmt_core.rank())
+    bmt_core.current().world.all_gather(torch.ones(2 * part.numel()), part).wait()
+
+
+def different_names() -> None:
+    with naming(f"for layer {bmt_core.rank()}"):
+        distributed.all_reduce(torch.ones(3))
+
+
+def a_weight_printed_on_one_rank() -> None:
+    layer = Layer()
+    if bmt_core.rank() == 0:
+        str(layer.weight)
+    distributed.all_reduce(torch.ones(3))
+
+
+def different_groups() -> None:
+    run = bmt_core.current()
+    if bmt_core.rank() == 0:
+        all_gather_object("alone", run.world)
+    else:
+        run.lanes.gather.group(run.world).all_reduce(torch.ones(3)).wait()
+
+
+def a_rank_that_has_ended() -> None:
+    if bmt_core.rank() == 0:
+        try:
+            raise ValueError("no luck")
+        finally:
+            bmt_core.shutdown()
+    distributed.all_reduce(torch.ones(3))
+
+
+def a_caught_error_that_another_call_follows() -> None:
+    with contextlib.suppress(CallError):
+        different_sizes()
+    distributed.all_reduce(torch.ones(3))
+
+
+def a_killed_rank() -> None:
+    if bmt_core.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    distributed.all_reduce(torch.ones(3))
+
+
+def failure_of(case: Callable[[], None]) -> str:
+    """Return what ``case`` raises."""
+    runtime.init_distributed(device="cpu", timeout=300)
+    try:
+        case()
+    except (CallError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        runtime.shutdown()
+    return ""
+
+
+def warned_of_a_late_rank() -> str:
+    """Rank 1 comes when rank 0 has warned that it waits for it."""
+    runtime.init_distributed(device="cpu", timeout=300)
+    said: list[str] = []
+    run = bmt_core.current()
+    assert run.calls is not None
+    store = run.calls.store.clone()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            store.set("warned", "")
+
+    handler = Handler()
+    call_watch.logger.addHandler(handler)
+    if run.rank == 1:
+        store.wait(["warned"])
+    assert distributed.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+    call_watch.logger.removeHandler(handler)
+    runtime.shutdown()
+    return " ".join(said)
+
+
+def different_calls_on_devices() -> None:
+    """What a backend for devices does; the operation itself is left out."""
+    group = bmt_core.current().calls.group("devices", (0, 1))  # type: ignore[union-attr]
+    for number in range(call_check.FIRST_CALLS + 1):
+        group.enter_on_device(("all_reduce", number), torch.ones(1))
+    group = bmt_core.current().calls.group("others", (0, 1))  # type: ignore[union-attr]
+    for number in range(call_check.FIRST_CALLS + bmt_core.rank()):  # one more is not checked
+        group.enter_on_device(("all_reduce", number), torch.ones(1))
+    group = bmt_core.current().calls.group("last", (0, 1))  # type: ignore[union-attr]
+    group.enter_on_device(("all_reduce", bmt_core.rank()), torch.ones(1))
+
+
+CASES = [
+    different_calls_on_devices,
+    different_sizes,
+    different_names,
+    a_weight_printed_on_one_rank,
+    different_groups,
+    a_rank_that_has_ended,
+    a_caught_error_that_another_call_follows,
+]
+
+
+def all_cases() -> tuple[list[str], list[dict[str, str]], str]:
+    with quick_watch():
+        failures = {case.__name__: failure_of(case) for case in CASES}
+        warning = warned_of_a_late_rank()
+        runtime.init_distributed(device="cpu")
+        told = all_gather_object((warning, failures), bmt_core.current().world)
+        runtime.shutdown()
+        return [said for said, _ in told], [found for _, found in told], failure_of(a_killed_rank)
+
+
+@pytest.mark.ranks(2)
+def test_every_rank_raises_and_says_who_is_where() -> None:
+    survivor, killed = rank_pool(2).outcomes(all_cases, init=None, timeout=600)
+    assert killed.error_type == "Died"
+    warnings, failures, of_killed = survivor.value
+    for rank, said in enumerate(failures):
+        one, other = "all_gather, 40 bytes", "all_gather, 44 bytes"
+        for name in ("different_sizes", "a_caught_error_that_another_call_follows"):
+            assert said[name].startswith("CallError: Ranks have entered different calls: rank ")
+            assert one in said[name] and other in said[name] and "call 1 of group dp/main/0 (ranks 0, 1)" in said[name]
+        assert "for layer 0" in said["different_names"] and "for layer 1" in said["different_names"]
+        printed = said["a_weight_printed_on_one_rank"]
+        assert "all_gather, 24 bytes, for Layer.weight of shape (3, 4)" in printed and "all_reduce sum" in printed
+        on_devices = said["different_calls_on_devices"]
+        assert "call 1 of group last" in on_devices and "all_reduce 0" in on_devices and "all_reduce 1" in on_devices
+        in_ring = said["different_groups"]
+        assert (
+            "rank 0 is in call 1 of group dp/main/0 (ranks 0, 1): all_gather, 8 bytes, which rank 1 has not" in in_ring
+        )
+        assert (
+            "rank 1 is in call 1 of group dp/gather/0 (ranks 0, 1): the first operation on the group, which" in in_ring
+        )
+        ended = said["a_rank_that_has_ended"]
+        assert ended.startswith(("ValueError: no luck", "CallError: Rank 0 has ")[rank])
+        assert "ValueError: no luck" in ended
+    assert warnings[1] == ""
+    assert "rank 0 has waited 0 s in call 1 of group dp/main/0 (ranks 0, 1): all_reduce sum" in warnings[0]
+    assert warnings[0].endswith("It waits for rank 1, which has entered no call yet.")
+    assert "CallError: The process of rank 1, which has entered no call yet, was killed or has crashed" in of_killed
+
+
+def more_calls_than_are_kept() -> float:
+    """The root of a broadcast runs ahead by more calls than the store keeps."""
+    group, total = bmt_core.current().world, 0.0
+    for number in range(40):
+        tensor = torch.full((2,), float(number))
+        group.broadcast(tensor, 0).wait()
+        total += float(tensor[0])
+        if number % 16 == 15:
+            group.all_reduce(tensor).wait()
+    return total
+
+
+def with_four_slots() -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_check, "_SLOTS", 4)
+        runtime.init_distributed(device="cpu")
+        return more_calls_than_are_kept()
+
+
+def unchecked() -> bool:
+    return bmt_core.current().calls is None
+
+
+def test_a_rank_may_be_ahead_by_more_calls_than_are_kept_and_the_check_can_be_off() -> None:
+    assert rank_pool(2).run(with_four_slots, init=None) == [sum(range(40))] * 2
+    assert rank_pool(2).run(unchecked, init={"check_calls": False}) == [True, True]
+
+
+def call(group: str, number: int) -> Call:
+    return Call(group=group, ranks=(0, 1, 2), number=number, text="all_reduce")
+
+
+def test_a_rank_that_computes_is_waited_for_and_a_ring_of_waits_is_found() -> None:
+    states = {
+        0: RankState(entered={"a": 1}, waiting=call("a", 1)),
+        1: RankState(entered={"b": 1}, waiting=call("b", 1)),
+        2: RankState(entered={"a": 1}),
+    }
+    assert ring_of_waits(0, states) == [0, 1]
+    assert ring_of_waits(2, states) == []
+    computing = {**states, 1: RankState(entered={"b": 1})}
+    assert missing_ranks(call("a", 1), computing) == [1] and ring_of_waits(0, computing) == []
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 2)), min_size=3, max_size=3))
+def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int, int]]) -> None:
+    """Ranks at any places of one order of calls, a1 b1 a2 b2 …, never seem stuck: the last of them goes on."""
+    states = {}
+    for rank, (waits, first, second) in enumerate(ranks):
+        made = [call(group, number) for number, group in itertools.product((1, 2), "ab")][: first + second]
+        entered = {group: sum(one.group == group for one in made) for group in "ab"}
+        states[rank] = RankState(entered=entered, waiting=made[-1] if waits and made else None)
+    assert all(ring_of_waits(rank, states) == [] for rank in states)
+
+
+def test_a_state_survives_the_way_through_the_store() -> None:
+    state = RankState(beat=3, entered={"a": 1}, last=call("a", 1), waiting=call("a", 1), ended="")
+    assert RankState.from_json(state.to_json()) == state
