@@ -77,4 +77,4 @@ def memory_of_checkpoints(folder: str) -> tuple[float, float]:
 def test_saving_and_loading_take_the_host_memory_of_few_tensors_of_many(tmp_path: Path) -> None:
     found: Any = run_ranks(memory_of_checkpoints, 2, str(tmp_path), timeout=200)
     for saving, loading in found:
-        assert saving < 2.5 and loading < 6, found  # of 60: with the moments
+        assert saving < 2.5 and loading < 15, found  # of 60, with the moments; loading replaces what the optimizer had
