@@ -212,8 +212,8 @@ def everything(model: Model, manager: OptimManager) -> Any:
     """All numbers of a run; those of the optimizer whole, by name."""
     manager.read_outcome()
     parameters = {name: value.float().tolist() for name, value in model.state_dict().items()}
-    state = manager.logical_state(list(model.named_parameters()))
-    numbers = None if state is None else {**state, "logical": _listed(state["logical"])}
+    state = manager.state_dict(gather_opt=True, named_parameters=list(model.named_parameters()))
+    numbers = {**state, "logical": _listed(state["logical"])}
     return parameters, numbers
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -22,6 +23,7 @@ from torch import nn
 import bmtrain as bmt
 import train as example
 from bmt_core import DistributedParameter
+from bmt_core.cli import main as bmt_program
 from bmt_core.testing import RankFailure, run_ranks
 from callbacks import CALLBACKS
 from evaluation import Evaluation
@@ -448,11 +450,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, options: st
 
 
 def assert_same_checkpoints(first: Path, second: Path) -> None:
-    names = sorted(path.name for path in first.iterdir())
-    assert names == sorted(path.name for path in second.iterdir())
-    for name in names:
-        values = [torch.load(folder / name, weights_only=False) for folder in (first, second)]
-        assert_equal(*values)
+    for name in ("model", "optimizer"):
+        assert (
+            CliRunner().invoke(bmt_program, ["checkpoint", "diff", str(first / name), str(second / name)]).output
+            == "Equal.\n"
+        )
+    values = [torch.load(folder / "training.pt", weights_only=True) for folder in (first, second)]
+    assert_equal(*values)
 
 
 def assert_equal(first: Any, second: Any) -> None:
@@ -476,9 +480,13 @@ def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
     line = ["--steps", 6, "--checkpoint-every", 3, "--optimizer", "lion", "--lr", 1e-3]
     whole = small_run(tmp_path, *line)
     (tmp_path / "checkpoints/latest").write_text("step-3\n")  # as if it had stopped after step 3, or later
-    assert small_run(tmp_path, *line, "--resume") == whole
-    done = small_run(tmp_path, *line, "--resume")
-    assert done[-1] == whole[-1]
+    assert small_run(tmp_path, *line) == whole
+    line[1] = 9
+    longer = small_run(tmp_path, *line)
+    assert longer[: len(whole)] == whole and longer[-1]["step"] == 9
+    assert longer[-2]["lr"] == pytest.approx(1e-3 / 30 * 9)  # of the warm-up, which goes on
+    with pytest.raises(RankFailure, match="has 9 steps behind it, more than --steps 6"):
+        small_run(tmp_path, "--steps", 6, *line[2:])
 
 
 @pytest.mark.parametrize("grid", ["--tp 1", "--tp 2", "--pipe 2"])
@@ -492,13 +500,18 @@ def test_a_run_goes_on_on_one_rank(tmp_path: Path, grid: str) -> None:
 
 
 def test_resuming_another_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    small_run(tmp_path, "--steps", 2)
-    with pytest.raises(RankFailure) as failure:
-        small_run(tmp_path, "--steps", 4, "--lr", 0.1, "--resume")
-    errors = failure.value.errors
-    assert len(errors) == 2
-    for error in errors.values():
-        assert "steps was 2 and is 4; lr was 0.004 and is 0.1" in str(error)
+    whole = small_run(tmp_path / "run", "--steps", 2)
+    arguments = ["--steps", 4, "--lr", 0.1]
+    for out, more in (("run", []), ("other", ["--resume", tmp_path / "run/checkpoints"])):
+        with pytest.raises(RankFailure) as failure:
+            small_run(tmp_path / out, *arguments, *more)
+        errors = failure.value.errors
+        assert len(errors) == 2
+        for error in errors.values():
+            assert "run: lr was 0.004 and is 0.1" in str(error)
+    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [
+        record["step"] for record in whole
+    ]
 
 
 @pytest.mark.parametrize(
@@ -567,10 +580,32 @@ def test_metrics_go_to_tensorboard(tmp_path: Path) -> None:
     ]
 
 
+KILLED = f"""
+# train.py, whose rank 1 dies right after the first checkpoint, once.
+import os, runpy, signal, sys
+import bmtrain as bmt
+
+save_checkpoint = bmt.save_checkpoint
+
+def save_and_die(*arguments, **options):
+    save_checkpoint(*arguments, **options)
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+bmt.save_checkpoint = save_and_die
+sys.path.insert(0, os.path.dirname({str(TRAIN)!r}))
+runpy.run_path({str(TRAIN)!r}, run_name="__main__")
+"""
+
+
 @pytest.mark.ranks(2)
-def test_train_py_under_torchrun_ends_with_the_line_that_tells_all(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launch, str(TRAIN), *small(tmp_path, "--steps", 12, "--warmup", 2)]
+def test_train_py_under_torchrun_goes_on_after_a_rank_was_killed_and_ends_with_the_line_that_tells_all(
+    tmp_path: Path,
+) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    (tmp_path / "killed.py").write_text(KILLED)
+    line = small(tmp_path, "--steps", 12, "--warmup", 2, "--checkpoint-every", 5)
+    command = [*launch, str(tmp_path / "killed.py"), *line]
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
     assert result.returncode == 0, result.stderr
     *_, last = result.stdout.splitlines()
@@ -580,13 +615,15 @@ def test_train_py_under_torchrun_ends_with_the_line_that_tells_all(tmp_path: Pat
     assert steps == "12"
     assert float(first_loss) == pytest.approx(5.5, abs=0.2)
     assert float(last_loss) < float(first_loss) - 0.5
-    assert (Path(checkpoint) / "model.pt").is_file()
+    assert (Path(checkpoint) / "model" / "model.safetensors.index.json").is_file()
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").read_text().startswith("def ")
     assert torch.load(tmp_path / "model.pt", weights_only=True).keys() == GPT_KEYS
-    assert [
-        line.split()[1] for line in result.stdout.splitlines() if line.startswith("step ") and "/" in line.split()[1]
-    ] == [f"{step}/12" for step in range(1, 13)]
+    assert "going on after step 5, from" in result.stdout
+    steps = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("step ")]
+    done = [step for step in steps if "/" in step]
+    assert done[:5] == [f"{step}/12" for step in range(1, 6)]
+    assert done[-7:] == [f"{step}/12" for step in range(6, 13)]
 
 
 GPT_KEYS = {

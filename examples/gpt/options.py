@@ -19,11 +19,9 @@ from callbacks import CALLBACKS
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTS = "checkpoints"
 _INSTALL = {"tensorboard": "pip install tensorboard", "wandb": "pip install wandb"}
-_LATEST = Path("latest")  # stands for: --resume without a path
 # What a run that goes on must have in common with the one that it goes on from.
 _FIXED = (
     "seed",
-    "steps",
     "batch_size",
     "seq_len",
     "layers",
@@ -83,8 +81,6 @@ class Options:
         """Return the options in ``arguments`` (None: the command line), or end the program with an explanation."""
         parser = _parser()
         values = vars(parser.parse_args(arguments))
-        if values["resume"] is _LATEST:
-            values["resume"] = values["out"] / CHECKPOINTS
         values["log_to"] = values["log_to"] or []
         options = cls(**values)
         positive = "steps batch_size seq_len accumulate layers dim heads tp pipe micro_batches log_every eval_every"
@@ -109,7 +105,7 @@ class Options:
         return options
 
     def fixed(self) -> dict[str, Any]:
-        """Return what may not change when a run is resumed: all that the losses depend on. The number of ranks is not in it."""
+        """Return what may not change when a run is resumed: all that the losses depend on, but its length and the ranks."""
         values = dataclasses.asdict(self)
         return {name: values[name] for name in _FIXED}
 
@@ -137,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     data("--max-bytes", type=int, default=16 * 2**20, help="read no more text than this")
     data("--out", type=Path, metavar="PATH", default=Path("runs/gpt"), help="directory for all that the run writes")
-    resume_help = "go on from a checkpoint: a directory of them, or one step-N in it; with no PATH, the latest in --out"
-    data("--resume", type=Path, metavar="PATH", nargs="?", const=_LATEST, help=resume_help)
+    resume_help = "go on from a checkpoint: a directory of them, or one step-N in it; without: the latest in --out, if there is one"
+    data("--resume", type=Path, metavar="PATH", help=resume_help)
     data("--init", type=Path, metavar="PATH", help="begin with the weights in this file, as bmt.save wrote it")
     data("--seed", type=int, default=0, help="of the weights and the order of the data")
 
@@ -150,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     model("--dtype", choices=sorted(DTYPES), default="fp32", help="of parameters and computation")
 
     training = _adder(parser, "training")
-    training("--steps", type=int, default=400, help="number of optimizer steps")
+    training("--steps", type=int, default=400, help="number of optimizer steps, those before a resume included")
     training("--batch-size", type=int, default=32, help="sequences per step, of all ranks together")
     training("--accumulate", type=int, default=1, help="micro-batches per step")
     training("--optimizer", default="adam", metavar="NAME", help="any that bmt.optim.available() lists")

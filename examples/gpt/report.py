@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from callbacks import Callback
 
+SECONDS_BETWEEN_DRAWINGS = 15
+
 
 class Report:
     """Writes ``metrics.jsonl`` and ``loss.png`` into ``folder`` and shows progress: a bar on a terminal, else plain lines.
+
+    The curve is drawn again and again while training goes on.
 
     Made on every rank, it does something only where ``active``. Records of steps after ``first_step``, from a run that got
     further before it stopped, are dropped. ``callbacks`` are called with what each further record of a step holds.
@@ -30,6 +36,7 @@ class Report:
         self._active = active
         self._callbacks = callbacks
         self._records: list[dict[str, Any]] = []
+        self._drawn_at = time.monotonic()
         self._progress: Progress | None = None
         if not active:
             return
@@ -99,6 +106,8 @@ class Report:
         step, measured = int(values.pop("step")), {name: float(value) for name, value in values.items()}
         for callback in self._callbacks:
             callback(step, measured)
+        if time.monotonic() - self._drawn_at > SECONDS_BETWEEN_DRAWINGS and importlib.util.find_spec("matplotlib"):
+            self._draw()
 
     def _draw(self) -> None:
         try:
@@ -116,4 +125,6 @@ class Report:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-        figure.savefig(self._folder / "loss.png", dpi=120)
+        figure.savefig(self._folder / ".loss.png", dpi=120)
+        (self._folder / ".loss.png").replace(self._folder / "loss.png")  # whoever looks at it sees a whole picture
+        self._drawn_at = time.monotonic()

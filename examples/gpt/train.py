@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -73,9 +74,15 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
 
     # All that a run must have in common with the one that it goes on from.
     identity = {**options.fixed(), "text": common_fingerprint(text)}
+    source = options.resume or own_checkpoints(options.out, identity)
     done, first_loss = 0, None
-    if options.resume is not None:
-        done, first_loss = resume(options.resume, model, optim_manager, identity)
+    if source is not None:
+        done, first_loss = resume(source, model, optim_manager, identity)
+        if options.steps < done:
+            raise ValueError(f"{source} has {done} steps behind it, more than --steps {options.steps}.")
+        # The schedule may have become longer.
+        lr_scheduler.end_iter = options.steps + 1
+        lr_scheduler.step(lr_scheduler.num_iter)
 
     def save(step: int) -> Any:
         extra = {"identity": identity, "first_loss": first_loss}
@@ -94,7 +101,7 @@ def train(options: Options, callbacks: Sequence[Callback] = ()) -> None:
             first_loss = evaluate(model)
             report.held_out(0, first_loss)
         else:
-            report.say(f"going on after step {done}, from {options.resume}")
+            report.say(f"going on after step {done}, from {source}")
 
         meter = Meter()
         for step in range(done + 1, options.steps + 1):
@@ -196,6 +203,28 @@ def pipeline_gradients(
         options.micro_batches,
         manager=optim_manager,
     )
+
+
+def own_checkpoints(out: Path, identity: dict[str, Any]) -> Path | None:
+    """Return the directory of this run's checkpoints in ``out``, if there are any; note in ``out`` whose it is. Collective.
+
+    So a run that was killed goes on when it is started again, as ``torchrun --max-restarts`` does. Raises a ``ValueError`` if
+    ``out`` belongs to another run.
+    """
+    note, found = out / "run.json", None
+    if bmt.rank() == 0:
+        found = (json.loads(note.read_text()) if note.exists() else None, bmt.latest(out / CHECKPOINTS) is not None)
+    owner, has_checkpoints = bmt.store.allgather_objects(found)[0]
+    changed = differences(owner, identity) if owner is not None else []
+    if changed or (has_checkpoints and owner is None):
+        raise ValueError(
+            f"{out} belongs to another run: {'; '.join(changed) or 'it has checkpoints, and no run.json'}. Choose another --out, or"
+            " give the options and the data of that run to go on with it."
+        )
+    if bmt.rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps(identity))
+    return out / CHECKPOINTS if has_checkpoints else None
 
 
 def resume(path: Path, model: torch.nn.Module, optim_manager: Any, identity: dict[str, Any]) -> tuple[int, float]:

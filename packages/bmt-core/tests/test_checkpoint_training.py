@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import subprocess
 import sys
@@ -14,9 +16,11 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core.checkpoint.random_state import random_states, restore_random_states
+from bmt_core.checkpoint.random_state import own_place, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
 from bmt_core.testing import run_ranks
+
+INDEX = "model.safetensors.index.json"
 
 numpy = pytest.importorskip("numpy")  # no dependency; its generator is restored where it is installed
 
@@ -157,9 +161,6 @@ def test_generators_that_differed_start_anew_at_another_world_size_and_a_line_sa
 
 
 def state_and_output(folder: str) -> tuple[Any, str]:
-    import contextlib
-    import io
-
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         state = state_at(folder)
@@ -171,9 +172,29 @@ def test_every_kind_of_generator_is_restored() -> None:
     numpy.random.randn()
     states = random_states()
     first = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
-    assert restore_random_states([states], 0, 1) == []
+    assert restore_random_states([states], [own_place()], 0, [own_place()]) == []
     second = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
     assert first == second
+
+
+def restored_on(grids: tuple[list[int], list[int]]) -> list[Any]:
+    """Which rank's state each rank gets that goes on; the data rank of rank i of a grid is given."""
+    saved_on, here_on = ([{"data_rank": rank, "grid": data_ranks} for rank in data_ranks] for data_ranks in grids)
+    generators = [torch.Generator().manual_seed(place["data_rank"]) for place in saved_on]
+    saved = [{"torch": generator.get_state()} for generator in generators]
+    found = []
+    for rank in range(len(here_on)):
+        seeded = restore_random_states(saved, saved_on, rank, here_on)
+        found.append("seeded" if seeded else torch.initial_seed())
+    return found
+
+
+def test_a_rank_goes_on_with_the_random_numbers_of_its_data() -> None:
+    with torch.random.fork_rng():
+        assert restored_on(([0, 0, 1, 1], [0, 1])) == [0, 1]  # tp 2 x dp 2, then dp 2
+        assert restored_on(([0, 1], [0, 1, 0, 1])) == [0, 1, 0, 1]
+        assert restored_on(([0, 1], [0, 1, 2])) == ["seeded"] * 3
+        assert restored_on(([0, 0], [0, 1])) == [0, 0]
 
 
 def save_some(folder: str, steps: list[int], keep: int | None) -> list[str]:
@@ -278,13 +299,19 @@ def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
     torch.save({"step": 3}, training)
     check_errors(2, tmp_path, None, "was not written by save_checkpoint()")
     training.write_bytes(data)
-    (tmp_path / "step-1" / "model.pt").write_bytes(b"")
-    check_errors(2, tmp_path, None, "not a whole file", "model.pt")
+    index = tmp_path / "step-1" / "model" / INDEX
+    whole = index.read_bytes()
+    index.write_bytes(b"")
+    check_errors(2, tmp_path, None, "is not the file that was saved with training.pt", INDEX)
+    index.write_bytes(whole)
+    shard = next(index.parent.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    check_errors(2, tmp_path, None, "its size or its header differs", shard.name)
 
 
 def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
     """Ways to spoil the checkpoint ``folder/step-3`` of 2 ranks: what -> (what the error must say, the change)."""
-    latest, training, model = folder / "latest", folder / "step-3" / "training.pt", folder / "step-3" / "model.pt"
+    latest, training, index = folder / "latest", folder / "step-3" / "training.pt", folder / "step-3" / "model" / INDEX
 
     def with_entries(**changes: Any) -> Callable[[], object]:
         return lambda: torch.save({**torch.load(training, weights_only=True), **changes}, training)
@@ -310,7 +337,8 @@ def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "no optimizer state": ("is damaged: optimizer_state = ", with_entries(optimizer_state=None)),
         "incomplete": ("step-3, is not there or lacks", lambda: training.unlink()),
         "foreign optimizer state": ("does not fit this Momentum", with_entries(optimizer_state={"a": torch.zeros(2)})),
-        "of another": ("is not the file that was saved with training.pt", lambda: torch.save({"a": 1}, model)),
+        "places": ("The places of ranks in the grid are not those of 2", with_entries(places=[{"data_rank": 0}] * 2)),
+        "of another": ("is not the file that was saved with training.pt", lambda: index.write_text("{}")),
     }
 
 
@@ -363,6 +391,21 @@ def test_what_could_not_be_loaded_is_not_saved_and_the_previous_checkpoint_stays
     for message in run_ranks(save_strange_extra, 2, str(tmp_path), timeout=30):
         assert "extra=" in message
     assert run_ranks(load_step, 2, str(tmp_path)) == [1, 1]
+
+
+def load_step_watched(folder: str) -> tuple[int, str]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        return load_step(folder), output.getvalue()
+
+
+def test_a_save_that_did_not_finish_is_named_and_the_next_one_deletes_it(tmp_path: Path) -> None:
+    run_ranks(save_some, 2, str(tmp_path), [4], None)
+    for left in ("step-3.tmp", "step-6.tmp"):
+        (tmp_path / left).mkdir()
+    line = f"bmt: the save {tmp_path / 'step-6.tmp'} did not finish; step-4, the newest that did, is loaded.\n"
+    assert run_ranks(load_step_watched, 2, str(tmp_path)) == [(4, line), (4, "")]
+    assert run_ranks(save_some, 2, str(tmp_path), [5], None)[0] == ["step-5", "latest", "step-4", "step-5"]
 
 
 def load_step(folder: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -36,6 +37,10 @@ def test_files_directories_and_trainings_are_inspected_verified_and_compared(tmp
     paths[1].write_bytes(data)
     status, output = bmt("verify", paths[1])
     assert status == 1 and "not a whole safetensors file" in output
+    shutil.copytree(paths[3] / "step-7" / "model", paths[3] / "step-7" / "optimizer")
+    paths[1].replace(next((paths[3] / "step-7" / "optimizer").glob("*.safetensors")))
+    status, output = bmt("verify", paths[3])
+    assert status == 1 and "optimizer/model-00001-of-00001.safetensors is not" in output
 
 
 def test_a_conversion_loads_like_its_source_and_differences_are_listed(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def bmt_comm_backends() -> list[type[CommBackend]]:
 
 @hookimpl
 def bmt_checkpoint_formats() -> list[type[CheckpointFormat]]:
-    """Announce files of ``torch.save`` and of safetensors."""
-    from bmt_core.checkpoint import SafetensorsFormat, TorchFormat
+    """Announce files of ``torch.save`` and of safetensors, and directories of ``torch.distributed.checkpoint``."""
+    from bmt_core.checkpoint import DcpFormat, SafetensorsFormat, TorchFormat
 
-    return [TorchFormat, SafetensorsFormat]
+    return [TorchFormat, SafetensorsFormat, DcpFormat]
 
 
 @hookimpl

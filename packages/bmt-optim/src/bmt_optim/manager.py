@@ -47,6 +47,7 @@ from bmt_optim.state.logical_state import (
     load_logical_state,
     logical_state,
     scatter,
+    whole_tensors,
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 
@@ -250,14 +251,10 @@ class OptimManager:
         empty on all others. Names come from ``named_parameters`` (``model.named_parameters()``); without, from optimizers that were
         given them, or from the position in the optimizers. Collective.
         """
-        self.read_outcome()
-        common = {
-            "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
-            "skipped_steps": self.skipped_steps,
-            **self._scale.state_dict(),
-        }
+        common = self._common_state()
         if gather_opt:
-            return {**common, "logical": logical_state(self._managed, named_parameters)}
+            logical = logical_state(self._managed, named_parameters)
+            return {**common, "logical": {**logical, "parameters": whole_tensors(logical["parameters"])}}
         return {**common, **rank_state(self.optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, named_parameters: Named | None = None) -> None:
@@ -287,13 +284,20 @@ class OptimManager:
         self.skipped_steps = state_dict.get("skipped_steps", 0)
         self._plain.forget()
 
-    def logical_state(self, named_parameters: Named | None = None) -> dict[str, Any] | None:
-        """Return ``state_dict(gather_opt=True)`` on rank 0 and None elsewhere: what a checkpoint stores. Collective."""
-        state = self.state_dict(gather_opt=True, named_parameters=named_parameters)
-        return state if rank() == 0 else None
+    def logical_state(self, named_parameters: Named | None = None) -> dict[str, Any]:
+        """Return what a checkpoint stores: ``state_dict(gather_opt=True)`` with parts in place of whole tensors. Collective.
+
+        A :class:`~bmt_core.checkpoint.TensorPart` stands for each tensor of which this rank has a part; calling its ``value()``
+        gives its value at that time.
+        """
+        return {**self._common_state(), "logical": logical_state(self._managed, named_parameters)}
 
     def load_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
-        """Take over what :meth:`logical_state` returned at any world size; rank 0 alone needs it. Collective."""
+        """Take over what :meth:`logical_state` returned at any world size. Collective.
+
+        Every rank passes it, or rank 0 alone and the others None. For each part it has the whole tensor, or a
+        :class:`~bmt_core.checkpoint.StoredTensor`.
+        """
         self.load_state_dict(_on_all_ranks(state), named_parameters=named_parameters)
 
     def check_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
@@ -303,6 +307,14 @@ class OptimManager:
         with collective_section(world(), "checking the optimizer state"):
             self._check_schedulers(given["lr_schedulers"])
         check_logical_state(self._managed, given["logical"], named_parameters)
+
+    def _common_state(self) -> dict[str, Any]:
+        self.read_outcome()
+        return {
+            "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
+            "skipped_steps": self.skipped_steps,
+            **self._scale.state_dict(),
+        }
 
     def _check_schedulers(self, states: Sequence[Any]) -> None:
         found = [saved is not None for saved in states]

@@ -11,7 +11,7 @@ from torch import nn
 from bmt_core import current, is_initialized
 from bmt_core.checkpoint import load, save
 from bmt_core.checkpoint.format import TensorEntry
-from bmt_core.checkpoint.model_state import ModelState, world_group
+from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
@@ -71,7 +71,7 @@ def _save_to(is_wanted: bool, model: nn.Module, destination: dict[str, Any] | No
     """Put the state of ``model`` into ``destination`` on the ranks that pass ``is_wanted`` true. Collective."""
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group, what = world_group(), "saving to the memory of ranks"
-    state = ModelState(model, what)
+    state = WholeState(lambda: LocalState.of_model(model), what)
     with collective_section(group, what):
         by_name = dict(state.tensors(keep=group.rank == 0))
     if any(all_gather_object(is_wanted, group)[1:]):

@@ -35,6 +35,23 @@ def replacing(path: Path) -> Iterator[Path]:
         raise CheckpointError(f"{cannot_write(path, error)} What was there is unchanged.") from error
 
 
+@contextmanager
+def replacing_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary empty directory, which replaces ``path`` at the end of the ``with`` statement: see :func:`replacing`."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            yield temporary
+            publish_directory(temporary, path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{cannot_write(path, error)} What was there is unchanged.") from error
+
+
 def cannot_write(path: Path, error: OSError) -> str:
     """Return the first sentence of the message that ``path`` cannot be written, because of ``error``.
 

@@ -5,28 +5,19 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
-from bmt_core.checkpoint.model_state import world_group
+from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.comm.protocols import Group
 from bmt_core.params.uninitialized import off_meta_device
-
-
-class FilesOfRanks(Protocol):
-    """Files that several ranks write, each its own, and that become a checkpoint when all have."""
-
-    def publish(self) -> None:
-        """Make them one. Collective."""
-
-    def discard(self) -> None:
-        """Delete this rank's."""
+from bmt_core.run.runtime import current, is_initialized
 
 
 class _Save:
-    def __init__(self, what: str, write: Callable[[], None], files: FilesOfRanks | None) -> None:
-        self.what = what
-        self.files = files
+    def __init__(self, what: str, write: Callable[[], None]) -> None:
         self.error: Exception | None = None
+        self._what = what
         self._write = write
         # Not a daemon: a program that ends meanwhile waits for its last checkpoint.
         self.thread = threading.Thread(target=self._run, name=f"bmt {what}")
@@ -37,37 +28,40 @@ class _Save:
         except Exception as error:
             self.error = error
             # Printed too, because the program may make no further call that would raise it.
-            print(f"bmt: {self.what} failed: {error}", file=sys.stderr, flush=True)
+            print(f"bmt: {self._what} failed: {error}", file=sys.stderr, flush=True)
 
 
 _under_way: _Save | None = None
 
 
-def start_save(what: str, write: Callable[[], None], files: FilesOfRanks | None = None) -> None:
-    """Run ``write`` on a thread. Call :func:`wait_for_saves` before: one save runs at a time.
-
-    ``files``, of every rank or of none, are published by the next :func:`wait_for_saves`.
-    """
+def start_save(what: str, write: Callable[[], None]) -> None:
+    """Run ``write`` on a thread. Call :func:`wait_for_saves` before: one save runs at a time."""
     global _under_way
     assert _under_way is None
-    _under_way = _Save(what, write, files)
-    _under_way.thread.start()
+    save = _under_way = _Save(what, write)
+    if is_initialized():
+        current().at_shutdown.append(save.thread.join)  # it may communicate, and shutdown() ends the groups
+    save.thread.start()
+
+
+def group_of_writers() -> Group:
+    """Return a group of all ranks for the thread of :func:`start_save`, beside what the program communicates. Collective."""
+    if not is_initialized():
+        return world_group()
+    group = current().topology.twin(world_group(), "checkpoint")
+    all_gather_object(None, group)  # connects it here, in the program's order
+    return group
 
 
 def wait_for_saves() -> None:
     """Wait until the last non-blocking :func:`save` is on disk. If it failed, raise its error on every rank. Collective."""
     global _under_way
     finished, _under_way = _under_way, None
-    files = None if finished is None else finished.files
-    try:
-        with off_meta_device(), collective_section(world_group(), "a checkpoint in the background"):
-            if finished is not None:
-                finished.thread.join()
-                if finished.error is not None:
-                    raise finished.error
-        if files is not None:
-            files.publish()
-    except BaseException:
-        if files is not None:
-            files.discard()
-        raise
+    with off_meta_device(), collective_section(world_group(), "a checkpoint in the background"):
+        if finished is None:
+            return
+        finished.thread.join()
+        if is_initialized() and finished.thread.join in current().at_shutdown:
+            current().at_shutdown.remove(finished.thread.join)
+        if finished.error is not None:
+            raise finished.error

@@ -27,10 +27,9 @@ def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
         return choice
     if isinstance(choice, type):
         return choice()
-    registry = current().registry if is_initialized() else Registry.load()
     if choice is not None:
-        return _instantiate(registry.find("checkpoint format", choice))
-    by_suffix = _by_suffix(registry)
+        return _instantiate(_registry().find("checkpoint format", choice))
+    by_suffix = _by_suffix()
     fitting = [suffix for suffix in by_suffix if path.name.endswith(suffix)]
     if fitting:
         return by_suffix[max(fitting, key=len)]
@@ -43,21 +42,36 @@ def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
     return TorchFormat()
 
 
+def choose_directory_format(path: Path) -> CheckpointFormat | None:
+    """Return the format of the suffix of ``path`` if it is one of directories, otherwise None."""
+    fitting = [form for form in _formats() if form.is_directory and path.name.endswith(form.suffixes)]
+    return fitting[0] if fitting else None
+
+
 def open_checkpoint(path: Path, choice: FormatChoice = None) -> CheckpointReader:
-    """Open a file, a directory in the layout of Hugging Face, or the index file of one."""
+    """Open a file, a directory of a format or in the layout of Hugging Face, or the index file of one."""
 
     def open_file(file: Path) -> CheckpointReader:
         return choose_format(file, choice).open(file)
 
-    if path.is_dir():
-        return open_directory(path, open_file)
+    if choice is None and path.is_dir():
+        formats = (form for form in _formats() if form.is_directory and form.recognises(path))
+        form = next(formats, None)
+        return open_directory(path, open_file) if form is None else form.open(path)
     return open_index(path, open_file) if path.name.endswith(INDEX_SUFFIX) else open_file(path)
 
 
-def _by_suffix(registry: Registry) -> dict[str, CheckpointFormat]:
+def _registry() -> Registry:
+    return current().registry if is_initialized() else Registry.load()
+
+
+def _formats() -> list[CheckpointFormat]:
+    return [_instantiate(kind) for kind in _registry().checkpoint_formats.values()]
+
+
+def _by_suffix() -> dict[str, CheckpointFormat]:
     found: dict[str, CheckpointFormat] = {}
-    for kind in registry.checkpoint_formats.values():
-        form = _instantiate(kind)
+    for form in _formats():
         for suffix in form.suffixes:
             other = found.setdefault(suffix, form)
             if other is not form:

@@ -40,8 +40,8 @@ def open_directory(folder: Path, open_file: OpenFile) -> CheckpointReader:
 def open_index(path: Path, open_file: OpenFile) -> CheckpointReader:
     """Open the files that the index file ``path`` names, which lie beside it."""
     content = read_index(path)
-    files = sorted(set(content["weight_map"].values()))
     manifest = content["metadata"].get(MANIFEST)
+    files = sorted({*content["weight_map"].values(), *(manifest or ())})  # a file may have no tensor but extra state
     readers: dict[str, CheckpointReader] = {}
     try:
         for file in files:
@@ -61,13 +61,15 @@ def read_index(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         weight_map, metadata = content["weight_map"], content.get("metadata") or {}
         texts = [*weight_map.keys(), *weight_map.values()]
-        is_right = isinstance(metadata, dict) and bool(weight_map) and all(isinstance(text, str) for text in texts)
+        is_right = isinstance(metadata, dict) and bool(weight_map or metadata.get(MANIFEST))
+        files = [*weight_map.values(), *(metadata.get(MANIFEST) or ())] if is_right else []
+        is_right = is_right and all(isinstance(text, str) for text in [*texts, *files])
     # Arbitrary bytes lead to arbitrary errors.
     except Exception as error:
         raise CheckpointError(
             f"{path} is damaged, or no index of a checkpoint ({type(error).__name__}: {error})."
         ) from error
-    outside = [f for f in weight_map.values() if f in ("", ".", "..") or os.path.basename(f) != f] if is_right else []
+    outside = [f for f in files if f in ("", ".", "..") or os.path.basename(f) != f] if is_right else []
     if not is_right or outside:
         found = f": it names the file {outside[0]!r}" if outside else ""
         raise CheckpointError(f"{path} is damaged, or no index of tensors in files beside it{found}.")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +18,60 @@ import torch
 from bmt_core.checkpoint.atomic import cannot_write, replacing
 from bmt_core.checkpoint.directory_reader import INDEX_FILE, MANIFEST, SINGLE_FILE
 from bmt_core.checkpoint.format import Index, TensorEntry
-from bmt_core.checkpoint.model_state import ModelState, world_group
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
 from bmt_core.checkpoint.safetensors_layout import file_summary
+from bmt_core.checkpoint.whole_state import WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
+from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 
 _SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors|\.model-(\d+-)?\d{5}-of-\d{5}\.safetensors\.tmp")
 
 
 class DirectorySave:
-    """A model on its way into ``folder``: :meth:`write`, and when all ranks have done so :meth:`publish`."""
+    """The tensors of ``state`` on their way into ``folder``: :meth:`tensors` gathers them, :meth:`write` writes them."""
 
-    def __init__(self, folder: Path, state: ModelState, what: str) -> None:
+    def __init__(self, folder: Path, state: WholeState, what: str) -> None:
         """Decide which rank writes what. Collective."""
-        self.shares = state.shares()
+        self._shares = state.shares()
+        self._state = state
         self._what = what
         self._folder = folder
         self._index = state.index
         group = world_group()
-        writers = [i for i, share in enumerate(self.shares) if share or i == 0]
+        writers = [i for i, share in enumerate(self._shares) if share or i == 0]
         with collective_section(group, what):
             stem = _free_stem(folder, len(writers)) if group.rank == 0 else ""
         stem = broadcast_object(stem, group)
         self._files = {i: _file_name(stem, number, len(writers)) for number, i in enumerate(writers, 1)}
         self._own_share = state.own_share
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and values of what this rank writes. Collective: see :meth:`WholeState.tensors_of_share`."""
+        return self._state.tensors_of_share(self._shares)
+
+    def copies(self) -> list[tuple[str, torch.Tensor]]:
+        """Return copies in host memory of what this rank writes. Collective."""
+        with collective_section(world_group(), self._what):
+            return self._state.snapshot_of_share(self._shares)
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]], group: Group) -> None:
+        """Write ``tensors``, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
+
+        With :meth:`copies` and a group of its own it may run on a thread. If it fails, the directory is as it was.
+        """
+        try:
+            with collective_section(group, self._what):
+                try:
+                    self._write_own(tensors)
+                finally:
+                    deque(tensors, maxlen=0)  # gathers are collective: a rank whose disk is full makes them all too
+            self._publish(group)
+        except BaseException:
+            if self._own_file is not None:
+                self._own_file.unlink(missing_ok=True)
+            raise
 
     @property
     def _own_file(self) -> Path | None:
@@ -50,20 +79,13 @@ class DirectorySave:
         name = self._files.get(self._own_share)
         return None if name is None else self._folder / name
 
-    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write the ``tensors`` of this rank's share. Communicates nothing, apart from what the iterator does."""
+    def _write_own(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self._own_file is not None:
             with replacing(self._own_file) as temporary:
                 SafetensorsFormat().write(temporary, self._index_of_share(), tensors)
 
-    def discard(self) -> None:
-        """Delete what :meth:`write` wrote."""
-        if self._own_file is not None:
-            self._own_file.unlink(missing_ok=True)
-
-    def publish(self) -> None:
-        """Replace the index, and delete the files that it does not name. Collective."""
-        group = world_group()
+    def _publish(self, group: Group) -> None:
+        """Replace the index, and delete the files that it does not name."""
         with collective_section(group, self._what):
             own = None if self._own_file is None else (self._own_file.name, file_summary(self._own_file))
         summaries = dict(summary for summary in all_gather_object(own, group) if summary is not None)
@@ -75,7 +97,7 @@ class DirectorySave:
                 _delete_others(self._folder, set(summaries))
 
     def _index_of_share(self) -> Index:
-        share = set(self.shares[self._own_share])
+        share = set(self._shares[self._own_share])
         is_first = self._own_share == 0
         entries = {
             name: entry
@@ -94,7 +116,7 @@ class DirectorySave:
 
     def _index_content(self, summaries: dict[str, dict[str, Any]]) -> dict[str, Any]:
         own = {name: entry for name, entry in self._index.entries.items() if isinstance(entry, TensorEntry)}
-        weight_map = {name: self._files[i] for i, share in enumerate(self.shares) for name in share}
+        weight_map = {name: self._files[i] for i, share in enumerate(self._shares) for name in share}
         total = sum(own[name].shape.numel() * own[name].dtype.itemsize for name in weight_map)
         in_order = {name: weight_map[name] for name in own if name in weight_map}
         return {"metadata": {"total_size": total, MANIFEST: summaries}, "weight_map": in_order}

@@ -71,12 +71,13 @@ class CheckpointReader(ABC):
 class CheckpointFormat(ABC):
     """A file format for tensors. A subclass has a unique ``name`` and is announced by the hook ``bmt_checkpoint_formats``.
 
-    It is chosen by name or by the suffix of the file, and used on rank 0 only. :meth:`write` gets a temporary path, and bmt
-    renames the file when it is complete.
+    It is chosen by name or by the suffix of the path, and written on rank 0 only. :meth:`write` gets a temporary path, and bmt
+    renames the file when it is complete; if :attr:`is_directory`, it is an empty directory.
     """
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
+    is_directory: ClassVar[bool] = False
 
     @abstractmethod
     def write(self, path: Path, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -89,3 +90,7 @@ class CheckpointFormat(ABC):
     @abstractmethod
     def open(self, path: Path) -> CheckpointReader:
         """Open ``path``. Raise :class:`CheckpointError` if it is damaged or of another format."""
+
+    def recognises(self, folder: Path) -> bool:
+        """Whether ``folder``, whatever it is called, is a checkpoint of this format."""
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from bmt_core.checkpoint.background import wait_for_saves
-from bmt_core.checkpoint.choice import FormatChoice, open_checkpoint
-from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
-from bmt_core.checkpoint.model_state import named_targets, world_group, write_whole
+from bmt_core.checkpoint.choice import FormatChoice
+from bmt_core.checkpoint.format import CheckpointReader, TensorEntry
 from bmt_core.checkpoint.plan import LoadPlan, Step, plan_load
-from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
+from bmt_core.checkpoint.shared_reader import opened_by_all
+from bmt_core.checkpoint.whole_state import named_targets, world_group, write_whole
 from bmt_core.comm.collective_section import collective_section
-from bmt_core.comm.objects import all_gather_object, broadcast_object
+from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 from bmt_core.params.own_parameters import group_of_owners, in_one_order
@@ -32,7 +32,8 @@ def load(
 ) -> Any:
     """Read ``file_name``, written by any number of ranks in any grid, into ``model``. Collective.
 
-    ``file_name`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face. Every
+    ``file_name`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face or of
+    ``torch.distributed.checkpoint``. Every
     rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts of the model, as pipeline stages
     do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise rank 0, which alone needs
     access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are compared before
@@ -57,46 +58,25 @@ def prepared_load(
     """
     group = world_group()
     what = f"loading {source}"
-    with off_meta_device(), ExitStack() as opened:
-        reader: CheckpointReader | None = None
-        with collective_section(group, what):
-            if group.rank == 0:
-                reader = open_checkpoint(source, format)
-                opened.callback(reader.close)
-        index, identity = _broadcast_index(reader, group)
+    with off_meta_device(), opened_by_all(source, what, format) as shared:
+        index = shared.index
         owners = group_of_owners(model.parameters())
         elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
         with collective_section(group, what):
             plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
         wanted = in_one_order(all_gather_object(plan.sources, owners))
-        all_read = identity is not None
-        if all_read:
-            reader = reader or _open_same(identity, source, format, opened)
-            all_read = all(all_gather_object(reader is not None, group))
-        with collective_section(group, what):
-            if reader is not None and (all_read or group.rank == 0):
-                reader.verify(*((group.rank, group.size) if all_read else (0, 1)))
+        shared.verify()
 
         def load_model() -> Any:
             with collective_section(group, what):
-                if all_read:
-                    _read_own_parts(plan, reader)
+                if shared.all_read:
+                    _read_own_parts(plan, shared.reader)
                 else:
-                    _receive(plan, [index.entries[name] for name in wanted], reader if group.rank == 0 else None, group)
+                    _receive(plan, [index.entries[name] for name in wanted], shared.reader, group)
             with collective_section(group, what):
                 return _tell_modules(model, plan)
 
         yield load_model
-
-
-def _open_same(identity: object, source: Path, format: FormatChoice, opened: ExitStack) -> CheckpointReader | None:
-    """Open ``source`` on this rank; None if it is not there, or not what rank 0 found."""
-    try:
-        reader = open_checkpoint(source, format)
-    except CheckpointError:
-        return None
-    opened.callback(reader.close)
-    return reader if reader.identity == identity else None
 
 
 def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
@@ -108,18 +88,6 @@ def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
         for hook in module._load_state_dict_post_hooks.values():
             hook(module, incompatible)
     return incompatible
-
-
-def _broadcast_index(reader: CheckpointReader | None, group: Group) -> tuple[Index, object]:
-    """Return the index and the identity of rank 0's ``reader``."""
-    message = None
-    if reader is not None:
-        entries = reader.index.entries
-        extra = {name: value for name, value in entries.items() if not isinstance(value, (TensorEntry, ForeignEntry))}
-        # Not by pickle alone, which does not know every dtype that the tensors in an extra state may have.
-        message = {**entries, **dict.fromkeys(extra)}, to_bytes(extra), dict(reader.index.metadata), reader.identity
-    entries, extra_bytes, metadata, identity = broadcast_object(message, group)
-    return Index(entries={**entries, **from_bytes(extra_bytes)}, metadata=metadata), identity
 
 
 def _read_own_parts(plan: LoadPlan, reader: CheckpointReader | None) -> None:

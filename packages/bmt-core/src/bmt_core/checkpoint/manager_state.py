@@ -1,4 +1,4 @@
-"""The state of the optimizers' manager in a checkpoint: whole, in ``training.pt``, or one file per rank with that rank's part."""
+"""The state of the optimizers' manager in a checkpoint: whole, its tensors in files of all ranks, or one file for each rank."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from bmt_core.checkpoint.model_state import world_group
-from bmt_core.checkpoint.torch_file import read_torch_file
+from bmt_core.checkpoint.shared_reader import opened_by_all
+from bmt_core.checkpoint.state_tensors import has_references, with_tensors
+from bmt_core.checkpoint.torch_file import from_bytes, read_torch_file, to_bytes
+from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import BmtError, CheckpointError
 
+OPTIMIZER = "optimizer"
+"""The directory of the tensors in a whole state."""
 NONE, LOGICAL, PER_RANK = "none", "logical", "per rank"
 
 
@@ -26,20 +31,21 @@ def kind_of(manager: Any) -> str:
     return LOGICAL if logical else PER_RANK
 
 
-def rank_file(rank: int) -> str:
+def rank_file(rank: int | str) -> str:
     """Return the name of the file with the state of one rank."""
     return f"optimizer-rank-{rank}.pt"
 
 
-def prepare_manager(
+@contextmanager
+def prepared_manager(
     manager: Any, model: nn.Module, folder: Path, head: Mapping[str, Any], state: Any
-) -> Callable[[], None]:
-    """Find out whether the state in ``folder`` fits ``manager``, and return the function that loads it. Both are collective.
+) -> Iterator[Callable[[], None]]:
+    """Find out whether the state in ``folder`` fits ``manager``, and yield the function that loads it. Both are collective.
 
-    ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the whole state, on rank 0. If the state does
-    not fit, every rank raises :class:`CheckpointError`, and the manager is as it was. A manager that has no
-    ``check_logical_state()`` is told to load the state here and again by the function, when the model has been loaded: the
-    optimizer may keep copies of its weights.
+    ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the state, on rank 0, with the names of
+    tensors that lie in files of their own. If it does not fit, every rank raises :class:`CheckpointError`, and the manager is
+    as it was. A manager that has no ``check_logical_state()`` is told to load the state here and again by the function, when the
+    model has been loaded: the optimizer may keep copies of its weights.
     """
     group = world_group()
     what = f"loading the optimizer state of {folder}"
@@ -47,21 +53,38 @@ def prepare_manager(
         _check_kind(manager, folder, head)
         own = read_torch_file(folder / rank_file(group.rank)) if manager and head["optimizer"] == PER_RANK else None
     if manager is None:
-        return lambda: None
-    if head["optimizer"] == PER_RANK:
+        yield lambda: None
+    elif head["optimizer"] == PER_RANK:
+        yield _tried_rank_state(manager, own, what)
+    elif broadcast_object(has_references(state), group):
+        with opened_by_all(folder / OPTIMIZER, what) as shared:
+            shared.verify()
+            with collective_section(group, what):
+                data = to_bytes(state) if group.rank == 0 else b""
+            if shared.all_read:
+                data = broadcast_object(data, group)
+            with collective_section(group, what):
+                whole = with_tensors(from_bytes(data), shared.stored) if shared.reader is not None else None
+            yield _checked_logical_state(manager, model, whole)
+    else:
+        yield _checked_logical_state(manager, model, state)
 
-        def load_own() -> None:
-            with collective_section(group, what), _as_checkpoint_error(manager):
-                manager.load_state_dict(own)
 
-        before = copy.deepcopy(manager.state_dict())
-        try:
-            load_own()
-        except BmtError:
-            manager.load_state_dict(before)
-            raise
-        return load_own
+def _tried_rank_state(manager: Any, own: Any, what: str) -> Callable[[], None]:
+    def load_own() -> None:
+        with collective_section(world_group(), what), _as_checkpoint_error(manager):
+            manager.load_state_dict(own)
 
+    before = copy.deepcopy(manager.state_dict())
+    try:
+        load_own()
+    except BmtError:
+        manager.load_state_dict(before)
+        raise
+    return load_own
+
+
+def _checked_logical_state(manager: Any, model: nn.Module, state: Any) -> Callable[[], None]:
     named = list(model.named_parameters())
 
     def load_whole() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.format import ForeignEntry, Index, TensorEntry
-from bmt_core.checkpoint.model_state import named_targets, whole_shape
+from bmt_core.checkpoint.whole_state import named_targets, whole_shape
 from bmt_core.errors import CheckpointError
 
 _SHOWN = 8

@@ -27,8 +27,19 @@ def random_states() -> dict[str, Any]:
     return {kind: generator.get() for kind, generator in _generators().items()}
 
 
-def check_random_states(saved: Any, world_size: int) -> None:
-    """Raise :class:`CheckpointError` unless ``saved`` is what :func:`random_states` returned on ``world_size`` ranks."""
+def own_place() -> dict[str, Any]:
+    """Return this rank's place among the data, and the grid: what :func:`restore_random_states` needs to know of each rank."""
+    if not is_initialized():
+        return {"data_rank": 0, "grid": []}
+    topology = current().topology
+    return {"data_rank": topology.data_rank, "grid": [list(axis) for axis in topology.sizes.items() if axis[1] > 1]}
+
+
+def check_random_states(saved: Any, places: Any, world_size: int) -> None:
+    """Raise :class:`CheckpointError` unless these are what :func:`random_states` and :func:`own_place` returned on each rank."""
+    are_places = isinstance(places, list) and all(isinstance(place, dict) for place in places)
+    if not are_places or len(places) != world_size or not all(place.keys() == own_place().keys() for place in places):
+        raise CheckpointError(f"The places of ranks in the grid are not those of {world_size} rank(s).")
     if not isinstance(saved, list) or len(saved) != world_size or not all(isinstance(states, dict) for states in saved):
         raise CheckpointError(f"The states of random generators are not those of {world_size} rank(s).")
     for rank, states in enumerate(saved):
@@ -43,24 +54,34 @@ def check_random_states(saved: Any, world_size: int) -> None:
                 ) from error
 
 
-def restore_random_states(saved: Sequence[dict[str, Any]], rank: int, world_size: int) -> list[str]:
+def restore_random_states(
+    saved: Sequence[dict[str, Any]], places: Sequence[dict[str, Any]], rank: int, here: Sequence[dict[str, Any]]
+) -> list[str]:
     """Restore ``saved``, the states of every rank of the saved run; return the kinds that were seeded instead.
 
-    With the same number of ranks each rank gets its own states. Otherwise a kind whose state was the same on all ranks is
-    restored on all; a kind whose states differed is seeded on each rank from rank 0's state and the rank.
+    ``places`` are those of the saved run, ``here`` those of this one. On the same grid each rank gets its own states. On another
+    one with as many ranks that see different data, a rank gets those that belong to its data, if ranks that saw the same data
+    had the same ones. Otherwise a kind whose state was the same on all ranks is restored on all; a kind whose states differed
+    is seeded from rank 0's state and the rank among the data.
     """
     seeded = []
+    own_data, data_ranks = here[rank]["data_rank"], {place["data_rank"] for place in here}
     for kind, generator in _generators().items():
         states = [states.get(kind) for states in saved]
         if any(state is None for state in states):
             continue
         digests = [_digest(state) for state in states]
-        if len(saved) == world_size:
+        of_data: dict[int, set[str]] = {}
+        for place, digest in zip(places, digests, strict=True):
+            of_data.setdefault(place["data_rank"], set()).add(digest)
+        if list(places) == list(here):
             generator.set(states[rank])
+        elif of_data.keys() == data_ranks and all(len(found) == 1 for found in of_data.values()):
+            generator.set(states[digests.index(next(iter(of_data[own_data])))])
         elif len(set(digests)) == 1:
             generator.set(states[0])
         else:
-            generator.seed(int(_hash(f"{digests[0]} {rank}")[:8], 16))
+            generator.seed(int(_hash(f"{digests[0]} {own_data}")[:8], 16))
             seeded.append(kind)
     return seeded
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bmt_core.checkpoint.atomic import replacing
-from bmt_core.checkpoint.background import start_save, wait_for_saves
-from bmt_core.checkpoint.choice import FormatChoice, choose_format
+from bmt_core.checkpoint.atomic import replacing, replacing_directory
+from bmt_core.checkpoint.background import group_of_writers, start_save, wait_for_saves
+from bmt_core.checkpoint.choice import FormatChoice, choose_directory_format, choose_format
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
-from bmt_core.checkpoint.model_state import ModelState, world_group
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
+from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError
@@ -31,15 +31,16 @@ def save(
     model writes: ``torch.load(file_name, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
     accepts it. A ``file_name`` that ends in ``.safetensors`` is written in that format. If it is a directory, or ends in a slash,
     every rank writes one safetensors file in it, and rank 0 the index that Hugging Face's ``from_pretrained`` reads; all ranks
-    must share that directory. Tied parameters are stored once. If ranks hold different parts of the model, as pipeline stages
-    do, the checkpoint has all parts. A tensor that is not distributed (a buffer or a plain parameter) is taken from the first
-    rank that has it. Modules save themselves by their hooks and ``_save_to_state_dict``; one's own ``state_dict`` is not called,
-    because libraries call ``save`` in it.
+    must share that directory. A ``file_name`` that ends in ``.dcp`` is a directory for ``torch.distributed.checkpoint``. Tied
+    parameters are stored once. If ranks hold different parts of the model, as pipeline stages do, the checkpoint has all parts.
+    A tensor that is not distributed (a buffer or a plain parameter) is taken from the first rank that has it. Modules save
+    themselves by their hooks and ``_save_to_state_dict``; one's own ``state_dict`` is not called, because libraries call
+    ``save`` in it.
 
     One tensor is gathered at a time. Of a file, only rank 0 keeps them in host memory: all of them in the torch format, one in
     the safetensors format. The write is atomic: if the program dies at any moment, the previous checkpoint is still
     there. With ``non_blocking`` the tensors are copied to the host now and written on a thread; the next ``save``, ``load`` or
-    :func:`wait_for_saves` raises an error that happens there. A directory that several ranks write is complete after that call.
+    :func:`wait_for_saves` raises an error that happens there.
 
     ``format`` is the name of a registered format or a :class:`CheckpointFormat`; by default the file's suffix decides.
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
@@ -52,65 +53,47 @@ def save(
         is_directory = str(file_name).endswith("/") or target.is_dir()
     is_directory = broadcast_object(is_directory, group)
     with collective_section(group, what):
-        chosen = choose_format(target / "model.safetensors" if is_directory else target, format)
+        chosen = choose_directory_format(target) if format is None else None
+        chosen = chosen or choose_format(target / "model.safetensors" if is_directory else target, format)
+        is_directory = is_directory and not chosen.is_directory
         if is_directory and not isinstance(chosen, SafetensorsFormat):
             raise CheckpointError(
                 f"{target} is a directory, which holds safetensors. For the format {chosen.name!r}, name a file."
             )
-    state = ModelState(model, what)
+    state = WholeState(lambda: LocalState.of_model(model), what)
     if is_directory:
         _save_directory(state, target, what, non_blocking)
     else:
         _save_file(state, target, what, chosen, non_blocking)
 
 
-def _save_file(state: ModelState, target: Path, what: str, chosen: CheckpointFormat, non_blocking: bool) -> None:
+def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFormat, non_blocking: bool) -> None:
     group = world_group()
     with collective_section(group, what):
         index, tensors = state.index, state.tensors(keep=group.rank == 0)
         try:
             if group.rank == 0 and non_blocking:
                 copies = list(tensors)
-                start_save(what, lambda: write_file(target, chosen, index, copies))
+                start_save(what, lambda: write_checkpoint(target, chosen, index, copies))
             elif group.rank == 0:
-                write_file(target, chosen, index, tensors)
+                write_checkpoint(target, chosen, index, tensors)
         finally:
             # Gathers are collective: other ranks than 0, and a rank 0 whose disk is full, make them all too.
             deque(tensors, maxlen=0)
 
 
-def _save_directory(state: ModelState, target: Path, what: str, non_blocking: bool) -> None:
-    writer = DirectorySave(target, state, what)
-    tensors = state.tensors_of_share(writer.shares)
-    copies: list[tuple[str, torch.Tensor]] = []
-    try:
-        with collective_section(world_group(), what):
-            try:
-                if non_blocking:
-                    copies = list(tensors)
-                else:
-                    writer.write(tensors)
-            finally:
-                deque(tensors, maxlen=0)
-        if not non_blocking:
-            writer.publish()
-    except BaseException:
-        writer.discard()
-        raise
-    if non_blocking:  # on all ranks or on none, for they publish together
-        start_save(what, lambda: writer.write(copies), writer)
+def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
+    save = DirectorySave(target, state, what)
+    if non_blocking:
+        copies, group = save.copies(), group_of_writers()
+        start_save(what, lambda: save.write(copies, group))
+    else:
+        save.write(save.tensors(), world_group())
 
 
-def host_copy(model: nn.Module, what: str) -> tuple[Index, list[tuple[str, torch.Tensor]]]:
-    """Return the index of ``model``, and on rank 0 its tensors, copied to host memory. Collective."""
-    state = ModelState(model, what)
-    with collective_section(world_group(), what):
-        return state.index, list(state.tensors(keep=world_group().rank == 0))
-
-
-def write_file(
+def write_checkpoint(
     target: Path, chosen: CheckpointFormat, index: Index, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> None:
-    """Write a file on this rank, atomically."""
-    with replacing(target) as temporary:
+    """Write a file, or the directory that the format makes of it, on this rank, atomically."""
+    with replacing_directory(target) if chosen.is_directory else replacing(target) as temporary:
         chosen.write(temporary, index, tensors)

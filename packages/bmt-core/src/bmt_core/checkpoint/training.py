@@ -1,8 +1,8 @@
 """``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it continues bit for bit.
 
-A checkpoint is a directory ``step-N`` with ``model.pt`` (see :func:`save`) and ``training.pt``. A file ``latest`` beside it
-names the newest one. A checkpoint is written under another name and renamed when it is complete, so that ``latest`` always
-names a complete one.
+A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors that all ranks write (see
+:func:`save`), ``training.pt`` has all else, and the checksums of the others. A file ``latest`` beside it names the newest one.
+A checkpoint is written under another name and renamed when it is complete, so that ``latest`` always names a complete one.
 """
 
 from __future__ import annotations
@@ -10,31 +10,36 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
-from bmt_core.checkpoint.background import start_save, wait_for_saves
+from bmt_core.checkpoint.background import group_of_writers, start_save, wait_for_saves
+from bmt_core.checkpoint.directory_reader import INDEX_FILE
+from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.loading import prepared_load
-from bmt_core.checkpoint.manager_state import LOGICAL, PER_RANK, kind_of, prepare_manager, rank_file
-from bmt_core.checkpoint.model_state import world_group
-from bmt_core.checkpoint.random_state import check_random_states, random_states, restore_random_states
-from bmt_core.checkpoint.saving import host_copy, save, write_file
-from bmt_core.checkpoint.torch_file import archive_checksum, from_bytes, to_bytes, write_torch_file
-from bmt_core.checkpoint.torch_format import TorchFormat
+from bmt_core.checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
+from bmt_core.checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
+from bmt_core.checkpoint.state_tensors import TensorPart, parts_in, with_references
+from bmt_core.checkpoint.torch_file import from_bytes, to_bytes, write_torch_file
 from bmt_core.checkpoint.training_folder import (
     HEAD,
     MODEL,
     TRAINING,
+    UNFINISHED,
+    file_checksum,
     find_checkpoint,
     make_empty,
     publish,
     read_training,
+    unfinished_after,
 )
+from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
@@ -54,15 +59,19 @@ def save_checkpoint(
 
     That is: the model; the optimizers, loss scale and schedulers of ``manager``; the state of every rank's random
     generators (torch, its CUDA device, ``random``, numpy); ``step``; and rank 0's ``extra``, made of tensors and plain values,
-    for example the position in the data. ``manager`` is any object with ``state_dict()`` and ``load_state_dict()``. If it has
-    ``logical_state()`` and ``load_logical_state()``, as ``OptimManager`` has, its state is stored whole and can be loaded by
-    any number of ranks. Otherwise each rank writes its own state, to a directory that all ranks must be able to access.
+    for example the position in the data. ``manager`` is any object with ``state_dict()`` and ``load_state_dict()``, of which each
+    rank writes its own. If it has ``logical_state(named_parameters)`` and ``load_logical_state(named_parameters, state)``, as
+    ``OptimManager`` has, any number of ranks can load what it returns: a nest of dicts and lists of plain values and whole
+    tensors, which rank 0 writes, and of a :class:`TensorPart` on each rank for every tensor that is to be written like the model's.
 
+    All ranks write, each about as many bytes, to a directory that they share. A rank gathers one tensor at a time.
     If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is, all but
     ``keep`` are deleted: it, and those of the highest steps.
 
-    With ``non_blocking`` rank 0 copies all to its host memory now and writes on a thread; what each rank writes itself is
-    written now. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
+    With ``non_blocking`` each rank copies what it writes to host memory now (pinned, on a GPU), and a thread writes it while
+    training goes on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
+
+    Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
     if step < 0:
         raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
@@ -71,31 +80,36 @@ def save_checkpoint(
     wait_for_saves()
     group = world_group()
     final = Path(dir) / f"step-{step}"
-    temporary = final.with_name(f"{final.name}.tmp")
+    temporary = final.with_name(final.name + UNFINISHED)
     what = f"saving {final}"
     with collective_section(group, what):
         if group.rank == 0:
             make_empty(temporary)
     with _removed_on_failure(temporary):
-        copies = host_copy(model, what) if non_blocking else None
-        if copies is None:
-            save(model, temporary / MODEL)
-        training = _training_state(temporary, model, manager, step, extra)
+        training, parts = _training_state(temporary, model, manager, step, extra)
+        saves = [DirectorySave(temporary / MODEL, WholeState(lambda: LocalState.of_model(model), what), what)]
+        if parts is not None:
+            saves.append(
+                DirectorySave(temporary / OPTIMIZER, WholeState(lambda: LocalState.of_parts(parts), what), what)
+            )
 
-        def complete() -> None:
+        def write(sources: Iterable[Iterable[tuple[str, torch.Tensor]]], group: Group) -> None:
             with _removed_on_failure(temporary):
-                if copies is not None:
-                    write_file(temporary / MODEL, TorchFormat(), *copies)
-                training["files"][MODEL] = archive_checksum(temporary / MODEL)
-                _write(temporary / TRAINING, training)
-                publish(temporary, final, keep)
+                for save, tensors in zip(saves, sources, strict=True):
+                    save.write(tensors, group)
+                with collective_section(group, what):
+                    if group.rank == 0:
+                        training["files"].update(_index_checksums(temporary))
+                        _write(temporary / TRAINING, training)
+                        publish(temporary, final, keep)
 
+        if not non_blocking:
+            write((save.tensors() for save in saves), group)
+            return final
+        copies, writers = [save.copies() for save in saves], group_of_writers()
         with collective_section(group, what):
-            if group.rank == 0 and non_blocking:
-                training = copy.deepcopy(training)  # the program goes on and changes what it gave
-                start_save(what, complete)
-            elif group.rank == 0:
-                complete()
+            training = copy.deepcopy(training)  # the program goes on and changes what it gave
+    start_save(what, lambda: write(copies, writers))
     return final
 
 
@@ -117,41 +131,61 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
         if group.rank == 0:
             folder = find_checkpoint(folder)
             training = read_training(folder)
+            for path in unfinished_after(folder):
+                print(
+                    f"bmt: the save {path} did not finish; {folder.name}, the newest that did, is loaded.", flush=True
+                )
     head_bytes = to_bytes({name: training[name] for name in HEAD}) if training is not None else None
     head_bytes, folder = broadcast_object((head_bytes, folder), group)
     head = from_bytes(head_bytes)
     with collective_section(group, f"loading {folder}"):
-        check_random_states(head["random"], head["world_size"])
+        check_random_states(head["random"], head["places"], head["world_size"])
     state = None if training is None else training["optimizer_state"]
     # Nothing is changed before every rank has found everything in order.
-    with prepared_load(model, folder / MODEL) as load_model:
-        load_manager = prepare_manager(manager, model, folder, head, state)
+    with (
+        prepared_load(model, folder / MODEL) as load_model,
+        prepared_manager(manager, model, folder, head, state) as load_manager,
+    ):
         load_model()
-    load_manager()
-    _restore_random(head["random"], folder, group)
+        load_manager()
+    _restore_random(head, folder, group)
     return {"step": head["step"], "extra": head["extra"]}
 
 
-def _training_state(folder: Path, model: nn.Module, manager: Any, step: int, extra: Any) -> dict[str, Any]:
-    """Return what rank 0 writes to ``training.pt``, after each rank has written what it writes itself. Collective."""
+def _training_state(
+    folder: Path, model: nn.Module, manager: Any, step: int, extra: Any
+) -> tuple[dict[str, Any], list[TensorPart] | None]:
+    """Return what rank 0 writes to ``training.pt``, and this rank's parts of the optimizer's tensors, if there are any. Collective.
+
+    A manager whose state belongs to each rank has written it then.
+    """
     group, kind = world_group(), kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
     own_file = None
     with collective_section(group, f"saving {folder}"):
+        parts = list(parts_in(state))
         if kind == PER_RANK:
             path = folder / rank_file(group.rank)
             _write(path, manager.state_dict())
-            own_file = path.name, archive_checksum(path)
+            own_file = path.name, file_checksum(path)
     files = dict(file for file in all_gather_object(own_file, group) if file is not None)
-    return {
+    has_parts = any(all_gather_object(bool(parts), group))
+    training = {
         "step": step,
         "extra": extra,
         "world_size": group.size,
         "random": all_gather_object(random_states(), group),
+        "places": all_gather_object(own_place(), group),
         "optimizer": kind,
-        "optimizer_state": state,
+        "optimizer_state": with_references(state),
         "files": files,
     }
+    return training, parts if has_parts else None
+
+
+def _index_checksums(folder: Path) -> dict[str, str | None]:
+    indices = sorted(path for path in folder.glob(f"*/{INDEX_FILE}"))
+    return {str(path.relative_to(folder)): file_checksum(path) for path in indices}
 
 
 @contextmanager
@@ -169,11 +203,12 @@ def _write(path: Path, value: Any) -> None:
         write_torch_file(temporary, value)
 
 
-def _restore_random(saved: Sequence[dict[str, Any]], folder: Path, group: Group) -> None:
-    seeded = restore_random_states(saved, group.rank, group.size)
+def _restore_random(head: Mapping[str, Any], folder: Path, group: Group) -> None:
+    here = all_gather_object(own_place(), group)
+    seeded = restore_random_states(head["random"], head["places"], group.rank, here)
     if seeded and group.rank == 0:
         print(
-            f"bmt: {folder} was saved by {len(saved)} rank(s) and is loaded by {group.size}: the random generators that differed"
-            f" between ranks ({', '.join(seeded)}) are seeded anew, from rank 0's state and the rank.",
+            f"bmt: {folder} was saved by {head['world_size']} rank(s) and is loaded by {group.size}: the random generators that"
+            f" differed between ranks ({', '.join(seeded)}) are seeded anew, from rank 0's state and the rank among the data.",
             flush=True,
         )

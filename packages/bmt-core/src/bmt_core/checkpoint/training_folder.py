@@ -1,4 +1,4 @@
-"""The directory of a training's checkpoints: ``step-N``, each with ``model.pt`` and ``training.pt``, and the file ``latest``.
+"""The directory of a training's checkpoints: ``step-N``, each with ``model`` and ``training.pt``, and the file ``latest``.
 
 All functions are for one rank, and communicate nothing.
 """
@@ -8,20 +8,22 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
 from bmt_core.checkpoint.atomic import cannot_write, previous_of, publish_directory, replacing
+from bmt_core.checkpoint.directory_reader import INDEX_FILE, INDEX_SUFFIX
 from bmt_core.checkpoint.manager_state import LOGICAL, NONE, PER_RANK
 from bmt_core.checkpoint.torch_file import archive_checksum, read_torch_file
 from bmt_core.errors import CheckpointError
 
-MODEL, TRAINING = "model.pt", "training.pt"
-HEAD = ("step", "extra", "world_size", "random", "optimizer")
+MODEL, TRAINING = "model", "training.pt"
+HEAD = ("step", "extra", "world_size", "random", "places", "optimizer")
 """The entries of ``training.pt`` that all ranks get."""
 _LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{1,40})")
-_DELETED = ".deleted"
+_DELETED, UNFINISHED = ".deleted", ".tmp"
 
 
 def latest(dir: str | os.PathLike[str]) -> Path | None:
@@ -45,30 +47,44 @@ def find_checkpoint(folder: Path) -> Path:
     return found
 
 
+def unfinished_after(folder: Path) -> list[Path]:
+    """Return the saves of later steps than the checkpoint ``folder`` that began beside it and did not finish."""
+    step = _STEP.fullmatch(folder.name)
+    found = [(path, _STEP.fullmatch(path.stem)) for path in folder.parent.glob(f"step-*{UNFINISHED}")]
+    return sorted(path for path, match in found if step and match and int(match[1]) > int(step[1]))
+
+
 def read_training(folder: Path) -> dict[str, Any]:
     """Return what ``training.pt`` holds."""
     path = folder / TRAINING
     training = read_torch_file(path)
-    if not isinstance(training, dict) or not {*HEAD, "optimizer_state"} <= training.keys():
+    if not isinstance(training, dict) or not {*HEAD, "optimizer_state", "files"} <= training.keys():
         raise CheckpointError(f"{path} was not written by save_checkpoint().")
     fits = {
         "step": isinstance(training["step"], int),
         "world_size": isinstance(training["world_size"], int),
         "optimizer": isinstance(kind := training["optimizer"], str) and kind in (NONE, LOGICAL, PER_RANK),
         "optimizer_state": (training["optimizer_state"] is None) == (kind != LOGICAL),
-        "files": isinstance(training.setdefault("files", {}), dict),  # which older checkpoints lack
+        "files": isinstance(training["files"], dict),
     }
     wrong = [f"{name} = {str(training[name])[:40]!r}" for name, is_right in fits.items() if not is_right]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)}. Use another checkpoint.")
     for name, checksum in training["files"].items():
-        found = archive_checksum(folder / str(name))
+        found = file_checksum(folder / str(name))
         if found not in (None, checksum):  # None: no such file, or no archive, which reading it will say
             raise CheckpointError(
                 f"{folder / name} is not the file that was saved with {path.name}: it comes from another checkpoint."
                 " Copy the whole directory again."
             )
     return training
+
+
+def file_checksum(path: Path) -> str | None:
+    """Return a checksum of an index of safetensors, or of what a file of ``torch.save`` holds; None if it is neither."""
+    if not path.name.endswith(INDEX_SUFFIX):
+        return archive_checksum(path)
+    return f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else None
 
 
 def make_empty(folder: Path) -> None:
@@ -82,13 +98,16 @@ def make_empty(folder: Path) -> None:
 
 
 def publish(temporary: Path, final: Path, keep: int | None) -> None:
-    """Rename ``temporary`` to ``final``, let ``latest`` name it, and delete all but ``keep`` checkpoints beside it."""
+    """Rename ``temporary`` to ``final``, let ``latest`` name it, and delete unfinished saves and all but ``keep`` checkpoints."""
     try:
         publish_directory(temporary, final)
     except OSError as error:
         raise CheckpointError(cannot_write(final, error)) from error
     with replacing(final.parent / _LATEST) as path:
         path.write_text(f"{final.name}\n")
+    for ending in (UNFINISHED, _DELETED):  # of programs that died
+        for path in final.parent.glob(f"step-*{ending}"):
+            shutil.rmtree(path, ignore_errors=True)
     if keep is not None:
         _delete([path for path in _steps(final.parent) if path != final][keep - 1 :])
 
@@ -135,7 +154,9 @@ def _named_by_latest(folder: Path) -> Path | None:
 def _complete(folder: Path) -> Path | None:
     # The second exists if the program died in publish_directory.
     candidates = (folder, previous_of(folder))
-    return next((path for path in candidates if (path / TRAINING).is_file() and (path / MODEL).is_file()), None)
+    return next(
+        (path for path in candidates if (path / TRAINING).is_file() and (path / MODEL / INDEX_FILE).is_file()), None
+    )
 
 
 def _raise_incomplete(named: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import click
 import torch
 
 from bmt_core.checkpoint import CheckpointReader, TensorEntry
-from bmt_core.checkpoint.atomic import replacing
 from bmt_core.checkpoint.choice import choose_format, open_checkpoint
 from bmt_core.checkpoint.format import ForeignEntry
+from bmt_core.checkpoint.manager_state import OPTIMIZER, rank_file
+from bmt_core.checkpoint.saving import write_checkpoint
+from bmt_core.checkpoint.torch_file import read_torch_file
 from bmt_core.checkpoint.training_folder import MODEL, TRAINING, find_checkpoint, latest, read_training
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import CheckpointError
@@ -57,11 +59,18 @@ def inspect(path: Path) -> None:
 @click.argument("path", type=_PATH)
 def verify(path: Path) -> None:
     """Read all of PATH and compare its checksums. Exit status 1 if it is damaged."""
-    _training_of(path)
-    with closing(_open(path)) as reader:
-        reader.verify(0, 1)
-        for entry in _own_tensors(reader):
-            reader.read(entry.source)
+    training, folder = _training_of(path), _training_folder(path)
+    with ExitStack() as opened:
+        readers = [opened.enter_context(closing(_open(path)))]
+        if training is not None and folder is not None:
+            if (folder / OPTIMIZER).is_dir():
+                readers.append(opened.enter_context(closing(open_checkpoint(folder / OPTIMIZER))))
+            for file in sorted(folder.glob(rank_file("*"))):
+                read_torch_file(file)
+        for reader in readers:
+            reader.verify(0, 1)
+            for entry in _own_tensors(reader):
+                reader.read(entry.source)
     click.echo(f"{path} is whole.")
 
 
@@ -69,8 +78,9 @@ def verify(path: Path) -> None:
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
 def convert(source: Path, target: Path) -> None:
-    """Write the model in SOURCE to the file TARGET, in the format of its suffix."""
-    if target.is_dir():
+    """Write the model in SOURCE to TARGET, in the format of its suffix (.dcp: a directory for torch.distributed.checkpoint)."""
+    chosen = choose_format(target)
+    if target.is_dir() and not chosen.is_directory:
         raise click.UsageError(f"{target} is a directory. Name a file, such as {target / 'model.safetensors'}.")
     with closing(_open(source)) as reader:
         foreign = [name for name, entry in reader.index.entries.items() if isinstance(entry, ForeignEntry)]
@@ -80,8 +90,7 @@ def convert(source: Path, target: Path) -> None:
             )
         reader.verify(0, 1)
         tensors = ((entry.source, reader.read(entry.source)) for entry in _own_tensors(reader))
-        with replacing(target) as temporary:
-            choose_format(target).write(temporary, reader.index, tensors)
+        write_checkpoint(target, chosen, reader.index, tensors)
 
 
 @checkpoint.command()

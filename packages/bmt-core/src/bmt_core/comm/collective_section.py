@@ -16,8 +16,8 @@ def collective_section(group: Group, what: str) -> Iterator[None]:
     """If the body of the ``with`` statement raises on one rank of ``group``, raise on all of them. Collective at its end.
 
     A rank whose body failed raises its own error. The others raise one that names that rank and ``what``: of the same class
-    if it is one of bmt's errors, otherwise :class:`RemoteError`. The body must not call a collective after a point where a
-    single rank can fail.
+    if it is one of bmt's errors, otherwise :class:`RemoteError`, which they also raise when a rank died. The body must not call
+    a collective after a point where a single rank can fail.
     """
     failure: Exception | None = None
     try:
@@ -26,8 +26,13 @@ def collective_section(group: Group, what: str) -> Iterator[None]:
         failure = error
     kind = type(failure) if isinstance(failure, BmtError) else None
     report = None if failure is None else (kind, type(failure).__name__, str(failure))
-    with naming(f"at the end of {what}", is_compared=False):
-        reports = all_gather_object(report, group)
+    try:
+        with naming(f"at the end of {what}", is_compared=False):
+            reports = all_gather_object(report, group)
+    except RemoteError as error:  # the connection to a rank broke
+        if kind is not None and failure is not None:
+            raise failure from error
+        raise RemoteError(f"{what}: {error}") from failure or error
     if failure is not None:
         raise failure
     for rank, found in zip(group.ranks, reports, strict=True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bmt_core.comm.protocols import Group
+from bmt_core.errors import BmtError, RemoteError
 
 
 def all_gather_object(obj: object, group: Group) -> list[Any]:
@@ -17,6 +20,11 @@ def all_gather_object(obj: object, group: Group) -> list[Any]:
     """
     if group.size == 1:
         return [obj]
+    with _reachable():
+        return _all_gathered(obj, group)
+
+
+def _all_gathered(obj: object, group: Group) -> list[Any]:
     payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     sizes = torch.zeros(group.size, dtype=torch.int64)
     group.all_gather(sizes, torch.tensor([payload.numel()])).wait()
@@ -33,6 +41,11 @@ def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
     """Return the ``obj`` of ``group.ranks[src]`` on every rank; what others pass is ignored. Collective."""
     if group.size == 1:
         return obj
+    with _reachable():
+        return _broadcasted(obj, group, src)
+
+
+def _broadcasted(obj: object, group: Group, src: int) -> Any:
     payload = bytearray(pickle.dumps(obj)) if group.rank == src else bytearray(1)
     size = torch.tensor([len(payload)])
     group.broadcast(size, src).wait()
@@ -57,6 +70,17 @@ def recv_object(group: Group, src: int) -> Any:
     payload = torch.empty(int(size), dtype=torch.uint8)
     group.recv(payload, src).wait()
     return pickle.loads(_bytes_of(payload))
+
+
+@contextmanager
+def _reachable() -> Iterator[None]:
+    """Raise torch's error of a connection that broke as :class:`RemoteError`."""
+    try:
+        yield
+    except BmtError:
+        raise
+    except RuntimeError as error:
+        raise RemoteError(f"A rank ended or cannot be reached any more: {error}") from error
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytearray:

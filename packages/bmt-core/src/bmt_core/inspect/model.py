@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from bmt_core.checkpoint.model_state import whole_shape, world_group
+from bmt_core.checkpoint.whole_state import whole_shape, world_group
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object

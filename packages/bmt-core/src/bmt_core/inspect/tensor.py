@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.checkpoint.model_state import world_group
+from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import BmtError

@@ -207,19 +207,21 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
             whole = place.join(gather_stacked(whole, current().topology.group((place.axis,))).unbind(0))
         return whole
 
-    def gather_on(self, rank: int) -> torch.Tensor | None:
+    def gather_on(self, rank: int, part: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world, which has a part; None elsewhere.
 
-        Collective over the ranks that have a part. Each part is sent once, where :meth:`gather_all` sends it to all.
+        With ``part``: the whole of what lies like this parameter's part. Collective over the ranks that have a part. Each part is
+        sent once, where :meth:`gather_all` sends it to all.
         """
         with torch.no_grad():
             if self._cuts():
-                whole = self.gather_all()
+                whole = self.gather_all() if part is None else self.gather_all_like(part)
                 return whole if current().rank == rank else None
             if rank not in self.shard_group.ranks:  # it is sent the same values within a group of its own
                 return None
             self._wait_for_updates()
-            return self._shard.assemble_on(self.shard_group.ranks.index(rank), self.detach())
+            own = self.detach() if part is None else part
+            return self._shard.assemble_on(self.shard_group.ranks.index(rank), own)
 
     def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`."""

@@ -14,11 +14,20 @@ from typing import Any
 
 import torch
 
+from bmt_core.checkpoint.state_tensors import (
+    StoredTensor,
+    TensorName,
+    TensorPart,
+    parts_in,
+    with_references,
+    with_tensors,
+)
+from bmt_core.checkpoint.whole_state import LocalState, WholeState
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import first_holders, group_of_owners, own_axes
+from bmt_core.params.own_parameters import first_holders, own_axes
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
@@ -32,7 +41,8 @@ State = dict[str, dict[str, Any]]
 def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
     """Return ``{"parameters": ..., "shapes": ..., "groups": ...}``. Collective.
 
-    These are what :func:`gather` returns, the shapes of the whole parameters by name, and the options of the groups.
+    These are the state of each parameter by name, with a :class:`TensorPart` for every tensor that is not a number; the shapes
+    of the whole parameters by name; and the options of the groups. All but the parts is the same on every rank.
     """
     named_parameters = _kept(named_parameters)
     groups = _named_groups(optimizers, named_parameters)
@@ -40,7 +50,7 @@ def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
         parameters = _managed_parameters(optimizers, named_parameters)
     agreed = _agree(parameters)
     shapes = {name: list(info.shape) for name, info in agreed.items()}
-    return {"parameters": _gather(parameters, agreed), "shapes": shapes, "groups": groups}
+    return {"parameters": _in_parts(parameters, agreed), "shapes": shapes, "groups": groups}
 
 
 def check_logical_state(
@@ -66,29 +76,39 @@ def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | Non
     """Return name -> {key: whole tensor or number} on rank 0, and an empty dict elsewhere. Collective."""
     with collective_section(world(), "gathering the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
-    return _gather(parameters, _agree(parameters))
+    return whole_tensors(_in_parts(parameters, _agree(parameters)))
 
 
-def _gather(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _StateInfo]) -> State:
-    owners = group_of_owners([parameter.p for parameter in parameters.values()])
-    is_first = world().rank == 0
-    whole: State = {}
-    for name, agreed in infos.items():
-        parameter = parameters.get(name)
-        state = {} if parameter is None else parameter.state
-        entry: dict[str, Any] = {}
-        for key, info in agreed.values.items():
-            found = state.get(key) if info.small is None else info.small
-            if info.is_sharded and parameter is not None:
-                empty = torch.empty(0, dtype=info.dtype, device=parameter.p.device)
-                found = parameter.whole(state.get(key, empty))
-            if info.is_large and agreed.holder != 0 and 0 in owners.ranks:
-                shape = agreed.shape if info.is_sharded else info.shape
-                found = _broadcast(found, shape, info.dtype, owners, owners.ranks.index(agreed.holder))
-            if is_first:
-                entry[key] = _to_host(found)
-        whole[name] = entry
-    return whole if is_first else {}
+def whole_tensors(state: Mapping[str, Mapping[str, Any]]) -> State:
+    """Return ``state`` with whole tensors in place of :class:`TensorPart` on rank 0, and an empty dict elsewhere. Collective."""
+    what, is_first = "gathering the optimizer state", world().rank == 0
+    whole = WholeState(lambda: LocalState.of_parts(parts_in(state)), what)
+    with collective_section(world(), what):
+        tensors = dict(whole.tensors(keep=is_first))
+    return with_tensors(with_references(state), tensors.__getitem__) if is_first else {}
+
+
+def _in_parts(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _StateInfo]) -> State:
+    return {
+        name: {key: _part(name, key, info, agreed, parameters.get(name)) for key, info in agreed.values.items()}
+        for name, agreed in infos.items()
+    }
+
+
+def _part(name: str, key: str, info: _ValueInfo, agreed: _StateInfo, parameter: _ManagedParameter | None) -> Any:
+    if not info.is_large:
+        return info.small
+    if parameter is None:  # of another stage
+        return TensorName(f"{name}/{key}")
+    p, shape, dtype = parameter.p, agreed.shape if info.is_sharded else info.shape, info.dtype
+    assert shape is not None and dtype is not None
+
+    def value() -> torch.Tensor:
+        # A rank whose part is empty may have no state.
+        found: torch.Tensor = parameter.state.get(key, torch.empty(0, dtype=dtype, device=p.device))
+        return found
+
+    return TensorPart(name=f"{name}/{key}", shape=shape, dtype=dtype, parameter=p, value=value)
 
 
 def scatter(
@@ -103,7 +123,7 @@ def scatter(
         parameter = parameters.get(name)
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
-            value: Any = state.get(name, {}).get(key) if info.is_large else info.small
+            value: Any = _read(state.get(name, {}).get(key)) if info.is_large else info.small
             if info.is_large and not is_on_all_ranks:
                 value = _broadcast(value, info.shape, info.dtype, group, 0)
             if parameter is not None:
@@ -177,12 +197,6 @@ class _ManagedParameter:
         p = self.p
         return isinstance(p, DistributedParameter) and isinstance(value, torch.Tensor) and value.shape == p.shape
 
-    def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor that ``part`` is this rank's part of. Collective."""
-        p = self.p
-        assert isinstance(p, DistributedParameter)
-        return p.gather_all_like(part.to(p.device)).reshape(self.shape)  # states may live on the host
-
     def part(self, full: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's part of a whole tensor, where the parameter is."""
         p = self.p
@@ -242,9 +256,9 @@ class _ValueInfo:
 
     @classmethod
     def of(cls, value: Any, *, is_sharded: bool) -> _ValueInfo:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (torch.Tensor, StoredTensor)):
             return cls(None, None, False, value)
-        small = value.detach().cpu() if value.numel() == 1 else None
+        small = _read(value).detach().cpu() if value.shape.numel() == 1 else None
         return cls(value.shape, value.dtype, is_sharded, small)
 
     @property
@@ -362,5 +376,5 @@ def _broadcast(
     return buffer
 
 
-def _to_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+def _read(value: Any) -> Any:
+    return value.read() if isinstance(value, StoredTensor) else value

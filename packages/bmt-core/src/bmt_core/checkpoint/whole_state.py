@@ -1,9 +1,9 @@
-"""``ModelState``: the state dict of a distributed model, as whole tensors that are gathered one at a time."""
+"""``WholeState``: the tensors that ranks hold parts of, of a model or of its optimizer, gathered one at a time."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
+from bmt_core.checkpoint.state_tensors import TensorPart
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
 from bmt_core.checkpoint.torch_format import memory_key
 from bmt_core.comm.collective_section import collective_section
@@ -24,28 +25,50 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
 
+Value = torch.Tensor | TensorPart
+
 
 class LocalState:
-    """This rank's part of a model's state dict. Communicates nothing; :class:`CheckpointError` if it cannot be stored."""
+    """What this rank holds of a model's state dict, or of the tensors in a manager's state. Communicates nothing."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, entries: dict[str, Any], metadata: Mapping[str, Any], values: Mapping[str, Value]) -> None:
+        self.entries = entries
+        self.metadata = dict(metadata)
+        self.values = values
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> LocalState:
+        """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored."""
         state = _state_with_parameters(model)
         first_names: dict[Any, str] = {}
-        self.entries: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
-                self.entries[name] = value
+                entries[name] = value
                 continue
             _check_storable(name, value)
             source = first_names.setdefault(_tie_key(value), name)
-            self.entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
-        self.metadata: dict[str, Any] = getattr(state, "_metadata", {})
-        self.values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
+        values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return cls(entries, getattr(state, "_metadata", {}), values)
+
+    @classmethod
+    def of_parts(cls, parts: Iterable[TensorPart]) -> LocalState:
+        """Return this rank's part of the tensors in a manager's state."""
+        values = {part.name: part for part in parts}
+        entries = {name: TensorEntry(shape=v.shape, dtype=v.dtype, source=name) for name, v in values.items()}
+        return cls(entries, {}, values)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """What the values lie over the ranks like."""
+        return [_like(value) for value in self.values.values()]
 
     def report(self) -> Report:
         extra = {name: entry for name, entry in self.entries.items() if not isinstance(entry, TensorEntry)}
         tensors = {name: entry if isinstance(entry, TensorEntry) else None for name, entry in self.entries.items()}
-        own = {name: own_axes([v]) for name, v in self.values.items() if isinstance(v, DistributedParameter)}
+        like = {name: _like(value) for name, value in self.values.items()}
+        own = {name: own_axes([p]) for name, p in like.items() if isinstance(p, DistributedParameter)}
         return Report(tensors, to_bytes(extra), self.metadata, own)
 
 
@@ -77,7 +100,7 @@ def _with_module(state: Any, module: nn.Module, prefix: str) -> Any:
 
 
 class Report(NamedTuple):
-    """What a rank tells the others about its part of the state dict."""
+    """What a rank tells the others about what it holds."""
 
     entries: dict[str, TensorEntry | None]  # None for a value in ``extra``
     extra: bytes  # values that are not tensors, by name, serialised
@@ -85,17 +108,17 @@ class Report(NamedTuple):
     own_axes: dict[str, frozenset[str]]  # of the distributed parameters
 
 
-class ModelState:
-    """The state dict of a whole model: ``index`` says what it holds, and :meth:`tensors` gathers its tensors.
+class WholeState:
+    """What all ranks together hold: ``index`` says what that is, and :meth:`tensors` gathers its tensors.
 
-    Ranks may hold different parts of the model, as pipeline stages do.
+    Ranks may hold different tensors, as pipeline stages do.
     """
 
-    def __init__(self, model: nn.Module, what: str) -> None:
-        """Make the index of ``model``. Collective. If one rank fails, all raise an error that says it happened in ``what``."""
+    def __init__(self, local_state: Callable[[], LocalState], what: str) -> None:
+        """Make the index. Collective. If ``local_state`` fails on a rank, all raise an error that says it happened in ``what``."""
         world = world_group()
         with collective_section(world, what):
-            local = LocalState(model)
+            local = local_state()
         self._values = local.values
         self._group, self._beside = _groups(local)
         reports = all_gather_object(local.report(), self._group)
@@ -148,9 +171,19 @@ class ModelState:
 
         One tensor of each share is gathered, then all ranks yield theirs, so that they can write at the same time.
         """
+        return self._copies(*self._rounds(shares))
+
+    def snapshot_of_share(self, shares: Sequence[Sequence[str]]) -> list[tuple[str, torch.Tensor]]:
+        """Return what :meth:`tensors_of_share` yields, in memory of its own: pinned, if the tensors are on a GPU. Collective."""
+        copies = list(self._copies(*self._rounds(shares), to_host=_snapshot))
+        if is_initialized() and current().device.type == "cuda":
+            torch.cuda.current_stream(current().device).synchronize()
+        return copies
+
+    def _rounds(self, shares: Sequence[Sequence[str]]) -> tuple[Any, Sequence[str], Any]:
         rounds = [[name for name in row if name is not None] for row in zip_longest(*shares)]
         gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
-        return self._copies(rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name))
+        return rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name)
 
     def _names(self) -> list[str]:
         entries = self.index.entries.items()
@@ -161,8 +194,10 @@ class ModelState:
         rounds: Iterable[Sequence[str]],
         wanted: Collection[str],
         gather: Callable[[str, TensorEntry], torch.Tensor | None],
+        to_host: Callable[[torch.Tensor, bool], torch.Tensor] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the tensors of each round, and yield copies of the ``wanted`` ones at its end."""
+        to_host = to_host or _on_host
         failure: Exception | None = None
         kept = set(wanted)
         for names in rounds:
@@ -171,9 +206,7 @@ class ModelState:
                 whole = gather(name, self.index.entries[name])
                 if name in kept and failure is None and whole is not None:
                     try:
-                        copies.append(
-                            (name, whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format))
-                        )
+                        copies.append((name, to_host(whole, self._is_alone(name, whole))))
                     except Exception as error:
                         failure = error
                 del whole  # before the next one is made
@@ -182,9 +215,23 @@ class ModelState:
         if failure is not None:
             raise failure
 
+    def _is_alone(self, name: str, whole: torch.Tensor) -> bool:
+        """Whether ``whole`` was made for this save, and has memory that nothing else uses."""
+        value = self._values.get(name)
+        like = None if value is None else _like(value)  # None: received from another rank
+        if like is not None and not (isinstance(like, DistributedParameter) and like.is_sharded):
+            return False
+        return whole.is_contiguous() and whole.untyped_storage().nbytes() == whole.nbytes
+
     def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
         """Return the whole tensor on ``rank`` of the world. Others return None, or their value of one that is not distributed."""
         value = self._values.get(name)
+        if isinstance(value, TensorPart):
+            part, parameter = value.value(), value.parameter
+            if not isinstance(parameter, DistributedParameter):
+                return part
+            whole = parameter.gather_on(rank, part.to(parameter.device))  # states may live on the host
+            return None if whole is None else whole.reshape(value.shape)
         return value.gather_on(rank) if isinstance(value, DistributedParameter) else value
 
     def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
@@ -204,11 +251,30 @@ class ModelState:
         return sent
 
 
+def _on_host(whole: torch.Tensor, is_alone: bool) -> torch.Tensor:
+    """Return ``whole`` in host memory that nothing else uses."""
+    if is_alone and whole.device.type == "cpu":
+        return whole.detach()
+    return whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _snapshot(whole: torch.Tensor, is_alone: bool) -> torch.Tensor:
+    """Do the same; from a GPU to pinned memory, where the copy goes on while the next tensor is gathered."""
+    if whole.device.type != "cuda":
+        return _on_host(whole, is_alone)
+    copied = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+    return copied.copy_(whole.detach(), non_blocking=True)
+
+
+def _like(value: Value) -> torch.Tensor:
+    return value.parameter if isinstance(value, TensorPart) else value
+
+
 def _groups(local: LocalState) -> tuple[Group, Group]:
     """Return the ranks that together hold the whole model, and those that hold what this rank holds. Collective."""
     if not is_initialized():
         return SingleGroup(0), SingleGroup(0)
-    axes, topology = axes_of_owners(local.values.values()), current().topology
+    axes, topology = axes_of_owners(local.parameters), current().topology
     return topology.group(axes), topology.shard_group(axes)
 
 

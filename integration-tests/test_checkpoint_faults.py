@@ -1,0 +1,80 @@
+"""A few of the faults that ``checkpoint_faults.py`` draws, and the host memory that saving and loading take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bmt_core
+from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_core.testing import run_ranks
+from bmt_optim import AdamOptimizer, OptimManager
+from bmt_zero import Block
+
+FAULTS = Path(__file__).with_name("checkpoint_faults.py")
+LAYERS, WIDTH = 20, 1024  # as many tensors as big as the largest
+
+
+@pytest.mark.ranks(2)
+def test_after_a_fault_the_newest_whole_checkpoint_loads_or_the_error_names_the_cause() -> None:
+    draws = ["--kills", "6", "--full", "6", "--mutations", "60", "--shared-mutations", "6", "--seed", "3"]
+    found = subprocess.run([sys.executable, str(FAULTS), *draws], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr.count(", 0 wrong, ") == 5, found.stderr
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+class Peak:
+    """The most host memory that is taken inside of the ``with`` statement, beyond what was taken at its beginning."""
+
+    def __enter__(self) -> Peak:
+        self._before = anonymous_bytes()
+        self.most, self._is_over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.is_set():
+            self.most = max(self.most, anonymous_bytes() - self._before)
+            self._is_over.wait(0.0005)
+
+
+def memory_of_checkpoints(folder: str) -> tuple[float, float]:
+    """How many times the largest tensor saving and loading take beyond the model and its optimizer's state."""
+    model = nn.Sequential(*(Block(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)))
+    optimizer = AdamOptimizer(model.parameters(), lr=0.01)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    manager.step()
+    save_checkpoint(f"{folder}/first", nn.Linear(2, 2))  # what a first call imports
+    load_checkpoint(f"{folder}/first", nn.Linear(2, 2))
+    with Peak() as saving:
+        save_checkpoint(folder, model, manager)
+    bmt_core.synchronize()
+    with Peak() as loading:
+        load_checkpoint(folder, model, manager)
+    return tuple(peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading))  # type: ignore[return-value]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of the process from Linux")
+def test_saving_and_loading_take_the_host_memory_of_few_tensors_of_many(tmp_path: Path) -> None:
+    found: Any = run_ranks(memory_of_checkpoints, 2, str(tmp_path), timeout=200)
+    for saving, loading in found:
+        assert saving < 2.5 and loading < 15, found  # of 60, with the moments; loading replaces what the optimizer had

@@ -1,0 +1,26 @@
+"""A few of the pairs of grids between which ``checkpoint_grids.py`` moves the state of a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from grid_trainings import Grid, differences, load_on, save_on
+
+
+@pytest.mark.parametrize(
+    ("dtype", "saving", "loading"),
+    [
+        (torch.float32, Grid((2, 1, 2), (3, 2, 1), False), Grid((1, 2, 1), (0, 3, 2), True)),
+        (torch.bfloat16, Grid((1, 3, 1), (1, 3, 0), True), Grid((2, 2, 1), (2, 3, 3), False)),
+    ],
+)
+def test_what_one_grid_saved_another_loads_and_goes_on(
+    dtype: torch.dtype, saving: Grid, loading: Grid, tmp_path: Path
+) -> None:
+    folders = {grid: tmp_path / str(grid.ranks) for grid in (saving, loading)}
+    saved = {grid: save_on(grid, folder, dtype) for grid, folder in folders.items()}
+    found = load_on(loading, [folders[saving], folders[loading]], dtype)
+    assert differences(found[0], saved[saving], saved[loading], dtype) == []
+    assert differences(found[1], saved[loading], saved[loading], dtype) == []

@@ -1,0 +1,89 @@
+"""Tensors in a manager's state: ``TensorPart``, this rank's part of one to be saved, and ``StoredTensor``, one to be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_REFERENCE = "bmt.tensor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPart:
+    """This rank's part of a tensor that a checkpoint stores whole, under ``name``.
+
+    The tensor has ``shape`` and ``dtype``, and lies over the ranks as ``parameter`` does: if that is distributed, ``value()``
+    returns the 1-D part that belongs to this rank's part of it, otherwise the whole tensor, the same on every rank.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    parameter: torch.Tensor
+    value: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorName:
+    """Stands for a tensor of which this rank has no part: another one has a :class:`TensorPart` of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A whole tensor in an open checkpoint. ``read()`` returns it, on the CPU; nobody writes to it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+def parts_in(value: Any) -> Iterator[TensorPart]:
+    """Yield every :class:`TensorPart` in the dicts, lists and tuples of ``value``."""
+    if isinstance(value, TensorPart):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from parts_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from parts_in(item)
+
+
+def with_references(value: Any) -> Any:
+    """Return a copy of ``value`` in which the name of each :class:`TensorPart` or :class:`TensorName` stands in its place."""
+
+    def reference(item: Any) -> Any:
+        return {_REFERENCE: item.name} if isinstance(item, (TensorPart, TensorName)) else item
+
+    return _mapped(value, reference)
+
+
+def has_references(value: Any) -> bool:
+    """Whether ``value``, which :func:`with_references` returned, names a tensor."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return _is_reference(value) or any(has_references(item) for item in items)
+
+
+def with_tensors(value: Any, tensor_called: Callable[[str], Any]) -> Any:
+    """Return a copy of ``value`` in which ``tensor_called(name)`` stands where :func:`with_references` put the name."""
+    return _mapped(value, lambda item: tensor_called(item[_REFERENCE]) if _is_reference(item) else item)
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.keys() == {_REFERENCE} and isinstance(item[_REFERENCE], str)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    changed = change(value)
+    if changed is not value:
+        return changed
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(item, change) for item in value)
+    return value
