@@ -235,7 +235,7 @@ def whole_at_once(path: str) -> tuple[int, int]:
 
 def test_one_tensor_is_whole_at_a_time(tmp_path: Path) -> None:
     # Of six. Two, because the thread of the process group lets the last one go a moment after its wait() has returned.
-    (zero, _), one = run_ranks(whole_at_once, 2, str(tmp_path / "model.pt"))
+    (zero, _), one = run_ranks(whole_at_once, 2, str(tmp_path / "model.safetensors"))
     assert zero <= 2
     assert max(one) <= 2
 

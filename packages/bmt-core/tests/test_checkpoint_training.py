@@ -473,6 +473,6 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(step: int, left: list[s
         [sys.executable, "-c", CRASH, str(tmp_path), str(step)], capture_output=True, text=True, timeout=120
     )
     assert died.returncode == 0, died.stderr
-    count, _, entries = died.stdout.split(maxsplit=2)
+    count, _, entries = died.stdout.splitlines()[-1].split(maxsplit=2)
     assert int(count) > 15
     assert entries.strip() == str(left)

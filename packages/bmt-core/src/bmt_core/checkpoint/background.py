@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from bmt_core.checkpoint.whole_state import world_group
+from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
@@ -48,7 +49,7 @@ def group_of_writers() -> Group:
     """Return a group of all ranks for the thread of :func:`start_save`, beside what the program communicates. Collective."""
     if not is_initialized():
         return world_group()
-    group = current().topology.twin(world_group(), "checkpoint")
+    group = current().topology.twin(world_group(), BESIDE_THE_PROGRAM)
     all_gather_object(None, group)  # connects it here, in the program's order
     return group
 

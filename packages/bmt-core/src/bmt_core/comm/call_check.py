@@ -22,6 +22,7 @@ lost connections only.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,6 +35,8 @@ from bmt_core.comm.call_watch import CallWatch, mismatch_text
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
+BESIDE_THE_PROGRAM = "beside"
+"""The purpose, in its name, of a group for a thread that runs beside the program, whose waits say nothing about the program's."""
 FIRST_CALLS = 200
 """How many calls of each group are checked on a GPU."""
 _SLOTS = 256  # the texts of so many calls are kept for each group: a rank that lags further behind is not compared
@@ -56,9 +59,9 @@ class CallCheck:
             cast(Any, self.store).clone(), rank=rank, world_size=world_size, serves_store=serves_store
         )
 
-    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls:
-        """Return the calls of the group ``name``, whose members are ``ranks``."""
-        return GroupCalls(self, name, ranks)
+    def group(self, name: str, ranks: tuple[int, ...]) -> GroupCalls | None:
+        """Return the calls of the group ``name``, whose members are ``ranks``; None for one :data:`BESIDE_THE_PROGRAM`."""
+        return None if BESIDE_THE_PROGRAM in name.split("/") else GroupCalls(self, name, ranks)
 
     def close(self, ended: str = "") -> None:
         """Tell the other ranks that this one leaves, for the error ``ended`` if there is one."""
@@ -84,7 +87,7 @@ class GroupCalls:
         Raises :class:`CallError` if another rank has entered a different call.
         """
         text = f"{' '.join(map(str, operation))}, {tensor.nbytes} bytes"
-        return self._enter(text + _shown, compared=text + _compared)
+        return self._enter(text + _names.shown, compared=text + _names.compared)
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
         """Do the same for a call on a device, and return when all members have entered it.
@@ -98,7 +101,7 @@ class GroupCalls:
     def connect(self) -> None:
         """Return when all members are about to connect the group: what connects them waits without an end."""
         text = "the first operation on the group"
-        self._meet(self._enter(text + _shown, compared=text))
+        self._meet(self._enter(text + _names.shown, compared=text))
 
     def wait(self, call: Call, work: dist.Work) -> None:
         """Wait for ``work``, which is that of ``call`` on the CPU."""
@@ -194,13 +197,17 @@ class naming:  # a context manager that is read like a function
         self._compared = self._shown if is_compared else ""
 
     def __enter__(self) -> None:
-        global _shown, _compared
-        self._before = _shown, _compared
-        _shown, _compared = self._shown, self._compared
+        self._before = _names.shown, _names.compared
+        _names.shown, _names.compared = self._shown, self._compared
 
     def __exit__(self, *exception: object) -> None:
-        global _shown, _compared
-        _shown, _compared = self._before
+        _names.shown, _names.compared = self._before
+
+
+class _Names(threading.local):
+    """What :class:`naming` adds to the texts of this thread's calls."""
+
+    shown = compared = ""
 
 
 class _Entry(NamedTuple):
@@ -213,7 +220,7 @@ class _Entry(NamedTuple):
     stored: str
 
 
-_shown = _compared = ""
+_names = _Names()
 
 
 def _has_ended(work: dist.Work) -> bool:

@@ -151,8 +151,8 @@ def init_distributed(
 
     ``check_calls``: whether every collective's number, name and size are compared with the other ranks', so that a rank alone
     in one, or in another one, is an error on all ranks (:class:`CallError`) and no silence. By default (None) all are on the CPU,
-    and on GPUs the first 200 of each group. A rank that waits 30 s for others says for whom: see
-    :mod:`bmt_core.comm.call_check`.
+    and on GPUs the first 200 of each group; none where the ranks meet in a file, which every comparison would lengthen. A rank
+    that waits 30 s for others says for whom: see :mod:`bmt_core.comm.call_check`.
 
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Ranks compare them like
     those: every rank passes the same.
@@ -338,7 +338,8 @@ def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
 
 
 def _check_calls(store: dist.Store | None, launch: Launch, settings: RunSettings) -> CallCheck | None:
-    if store is None or settings.check_calls is False:
+    in_file = isinstance(store, dist.PrefixStore) and isinstance(store.underlying_store, dist.FileStore)
+    if store is None or settings.check_calls is False or (in_file and settings.check_calls is None):
         return None
     return CallCheck(
         store,
