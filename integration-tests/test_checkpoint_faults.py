@@ -56,7 +56,7 @@ class Peak:
 
 
 def memory_of_checkpoints(folder: str) -> tuple[float, float]:
-    """How many times the largest tensor saving and loading take beyond the model and its optimizer's state."""
+    """How many times the largest tensor saving takes beyond the model and its optimizer's state, and loading the model."""
     model = nn.Sequential(*(Block(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)))
     optimizer = AdamOptimizer(model.parameters(), lr=0.01)
     manager = OptimManager()
@@ -69,7 +69,7 @@ def memory_of_checkpoints(folder: str) -> tuple[float, float]:
         save_checkpoint(folder, model, manager)
     bmt_core.synchronize()
     with Peak() as loading:
-        load_checkpoint(folder, model, manager)
+        load_checkpoint(folder, model)
     return tuple(peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading))  # type: ignore[return-value]
 
 
@@ -77,4 +77,4 @@ def memory_of_checkpoints(folder: str) -> tuple[float, float]:
 def test_saving_and_loading_take_the_host_memory_of_few_tensors_of_many(tmp_path: Path) -> None:
     found: Any = run_ranks(memory_of_checkpoints, 2, str(tmp_path), timeout=200)
     for saving, loading in found:
-        assert saving < 2.5 and loading < 15, found  # of 60, with the moments; loading replaces what the optimizer had
+        assert saving < 2.5 and loading < 2.5, found  # of 60, with the moments

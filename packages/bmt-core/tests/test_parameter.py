@@ -26,20 +26,26 @@ def owned(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     data = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
     parameter = DistributedParameter(data, requires_grad=dtype.is_floating_point)
     assert isinstance(parameter, nn.Parameter) and parameter.dim() == 1 and parameter.dtype == dtype
-    assert parameter._original_shape == parameter.full_shape == torch.Size(shape)
+    assert parameter._original_shape == parameter.full_shape == parameter.ds_shape == torch.Size(shape)
+    assert parameter.is_part == (runtime.world_size() > 1)
     torch.testing.assert_close(parameter.gather().detach(), data)
     torch.testing.assert_close(parameter.gather_all().detach(), data)
     return {"part": parameter.detach().tolist(), "range": (parameter._start_partition, parameter._end_partition)}
 
 
+OWNED = [(shape, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8) for shape in SHAPES]
+
+
+def all_owned() -> list[dict[str, Any]]:
+    return [owned(shape, dtype) for shape, dtype in OWNED]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_element_is_on_one_rank_for_any_shape_and_dtype(world_size: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
-        for shape in SHAPES:
-            parts = run_ranks(owned, world_size, shape, dtype)
-            whole = [value for part in parts for value in part["part"]]
-            assert whole == torch.arange(torch.Size(shape).numel()).to(dtype).flatten().tolist()
-            assert all(part["range"][1] - part["range"][0] == len(part["part"]) for part in parts)
+    for (shape, dtype), *parts in zip(OWNED, *run_ranks(all_owned, world_size), strict=True):
+        whole = [value for part in parts for value in part["part"]]
+        assert whole == torch.arange(torch.Size(shape).numel()).to(dtype).flatten().tolist()
+        assert all(part["range"][1] - part["range"][0] == len(part["part"]) for part in parts)
 
 
 def gradients(dtype: torch.dtype) -> Any:
