@@ -274,7 +274,10 @@ def spoiled_states(state: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]
     def with_first(**changes: Any) -> dict[str, Any]:
         return with_logical(parameters={**logical["parameters"], first: {**values, **changes}})
 
-    damaged, key = "The optimizer state is damaged", next(k for k, v in values.items() if isinstance(v, torch.Tensor))
+    damaged, key = (
+        "The optimizer state is damaged",
+        next(k for k, v in values.items() if isinstance(v, dict)),
+    )  # names a tensor
     return {
         "no state": (damaged, {"steps": 3}),
         "parameters text": (damaged, with_logical(parameters="all")),

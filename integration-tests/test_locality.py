@@ -290,33 +290,35 @@ def momentum_of(net: Net, *, steps: int) -> tuple[OptimManager, dict[str, torch.
     return manager, {name: p.gather_all_like(part.to(p.dtype)) for name, (p, part) in parts.items()}  # type: ignore[attr-defined]
 
 
-def states_of_optimizers() -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:
+def states_of_optimizers() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     net = Net()
     manager, momentum = momentum_of(net, steps=2)
-    return manager.logical_state(net.named_parameters()), momentum
+    return manager.state_dict(gather_opt=True, named_parameters=net.named_parameters()), momentum
 
 
 def loads_states_of_optimizers(state: dict[str, Any], is_on_all_ranks: bool) -> dict[str, Any]:
     net = Net()
     manager, _ = momentum_of(net, steps=1)
-    manager.load_logical_state(net.named_parameters(), state if rank() == 0 or is_on_all_ranks else None)
-    return manager.logical_state(net.named_parameters()) or state
+    if rank() != 0 and not is_on_all_ranks:
+        state = {**state, "logical": {**state["logical"], "parameters": {}}}
+    manager.load_state_dict(state, named_parameters=net.named_parameters())
+    return manager.state_dict(gather_opt=True, named_parameters=net.named_parameters())
 
 
 @pytest.mark.parametrize("name", [name for name in GRIDS if name != "stages x dp x slices"])
 def test_the_state_of_optimizers_has_every_stages_layers_and_loads_into_every_grid(name: str) -> None:
     ranks, axes = GRIDS[name]
     (state, _), *others = results = run_ranks(states_of_optimizers, ranks, init=grid_with(*axes))
-    assert state is not None and [other for other, _ in others] == [None] * len(others)
+    assert all(other["logical"]["parameters"] == {} for other, _ in others)
     parameters = state["logical"]["parameters"]
     assert list(parameters) == list(Net().state_dict())
     for _, momentum in results:
         assert_equal({name: parameters[name]["momentum_buffer"] for name in momentum}, momentum, 0.0)
     for other, is_on_all_ranks in (("one", True), ("stages x slices", False), ("stages x slices", True)):
         ranks, axes = GRIDS[other]
-        for found in run_ranks(loads_states_of_optimizers, ranks, state, is_on_all_ranks, init=grid_with(*axes)):
-            torch.testing.assert_close(found["logical"].pop("parameters"), parameters, rtol=0, atol=0)
-            assert found == {**state, "logical": {k: v for k, v in state["logical"].items() if k != "parameters"}}
+        found, *_ = run_ranks(loads_states_of_optimizers, ranks, state, is_on_all_ranks, init=grid_with(*axes))
+        torch.testing.assert_close(found["logical"].pop("parameters"), parameters, rtol=0, atol=0)
+        assert found == {**state, "logical": {k: v for k, v in state["logical"].items() if k != "parameters"}}
 
 
 def unnamed_states_of_optimizers() -> str:

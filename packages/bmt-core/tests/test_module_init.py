@@ -286,7 +286,9 @@ def test_what_a_function_leaves_is_left_to_the_module() -> None:
 
 def present() -> Any:
     torch.manual_seed(4)
-    model = Model(sharded)
+    with torch.device("meta"):
+        model = Model(sharded)
+    init_parameters(model)
     model.load_state_dict(Model().state_dict())
     before = state_of(model)
     with torch.device("meta"):

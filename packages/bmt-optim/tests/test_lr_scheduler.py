@@ -202,7 +202,7 @@ def test_subclasses_in_the_style_of_bmtrain_work() -> None:
             return self.start_lr / 10
 
         def get_lr_decay(self, num_iter: int) -> float:
-            return self.start_lr * self.factor ** (num_iter - self.warmup_iter)
+            return self.start_lr * 0.5 ** (num_iter - self.warmup_iter)
 
     schedule = Halving(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), 1.0, 2, 10)
     rates = [schedule.current_lr]

@@ -45,7 +45,7 @@ PACKAGES = {
     ),
     "bmt-tp": Package(
         "bmt_tp",
-        "tensor parallelism: parallel linear layers and embedding, parallelize, init_distributed(tp_size=...)",
+        "tensor parallelism: parallel linear layers and embedding, parallelize",
         'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
     ),
     "bmt-train": Package(

@@ -44,10 +44,10 @@ from bmt_optim.state.logical_state import (
     State,
     check_logical_state,
     gather,
+    gathered_state,
     load_logical_state,
     logical_state,
     scatter,
-    whole_tensors,
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 
@@ -253,8 +253,7 @@ class OptimManager:
         """
         common = self._common_state()
         if gather_opt:
-            logical = logical_state(self._managed, named_parameters)
-            return {**common, "logical": {**logical, "parameters": whole_tensors(logical["parameters"])}}
+            return {**common, "logical": gathered_state(self._managed, named_parameters)}
         return {**common, **rank_state(self.optimizers)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, named_parameters: Named | None = None) -> None:

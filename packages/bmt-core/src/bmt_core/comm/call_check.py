@@ -79,7 +79,7 @@ class GroupCalls:
         self._ranks = ranks
         self._number = 0
         self._device_calls_left = check.first_calls
-        self._slots = [_Entry(0, 0, "", "", "")] * _SLOTS
+        self._slots = [""] * _SLOTS  # as they are stored
 
     def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
         """Enter the next call: ``operation``, its name and what else must be equal on all ranks, with ``tensor`` of this rank.
@@ -145,17 +145,15 @@ class GroupCalls:
         has last seen there, so one request replaces that, or finds that another rank was faster.
         """
         slot = number % _SLOTS
-        seen = self._slots[slot]
+        seen = _Entry.of(self._slots[slot])
         if seen.number < number and not self._watch.store_is_gone:
             own = f"{number} {self._check.rank} {compared}\n{shown}"
             try:
-                found = self._store.compare_set(f"entered/{self._name}/{slot}", seen.stored, own).decode()
+                found = self._store.compare_set(f"entered/{self._name}/{slot}", self._slots[slot], own).decode()
             except dist.DistError:
                 # Who serves the store may leave first. If anybody waits for it, the lost connection says so.
                 return None
-            first, rank, texts = found.split(" ", 2)
-            first_compared, first_shown = texts.split("\n", 1)
-            seen = self._slots[slot] = _Entry(int(first), int(rank), first_compared, first_shown, found)
+            self._slots[slot], seen = found, _Entry.of(found)
         if seen.number != number or seen.compared == compared:
             return None
         return seen.rank, seen.shown
@@ -211,13 +209,20 @@ class _Names(threading.local):
 
 
 class _Entry(NamedTuple):
-    """The first entry of a call that this rank has seen, and how it is ``stored``."""
+    """The first entry of a call that this rank has seen."""
 
     number: int
     rank: int
     compared: str
     shown: str
-    stored: str
+
+    @classmethod
+    def of(cls, stored: str) -> _Entry:
+        """Read what a slot of the store holds; number 0 if that is nothing."""
+        if not stored:
+            return cls(0, 0, "", "")
+        number, rank, texts = stored.split(" ", 2)
+        return cls(int(number), int(rank), *texts.split("\n", 1))
 
 
 _names = _Names()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from bmt_core.comm.call_check import naming
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
-from bmt_core.errors import BmtError, RemoteError
+from bmt_core.errors import BmtError, CallError, RemoteError
 
 
 @contextmanager
@@ -32,6 +32,8 @@ def collective_section(group: Group, what: str) -> Iterator[None]:
     except RemoteError as error:  # the connection to a rank broke
         if kind is not None and failure is not None:
             raise failure from error
+        if isinstance(error, CallError):  # which says itself which ranks and what calls
+            raise error from failure
         raise RemoteError(f"{what}: {error}") from failure or error
     if failure is not None:
         raise failure

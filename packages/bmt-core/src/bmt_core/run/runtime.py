@@ -326,8 +326,13 @@ def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
         store: dist.Store = next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience))[0]
         return store
     serves = launch.rank == 0 and not _launcher_serves_store()
+    # The launcher's store outlives the ranks that it has started before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        return dist.TCPStore(host, port, launch.world_size, serves, patience, wait_for_workers=False, multi_tenant=True)
+        served = dist.TCPStore(
+            host, port, launch.world_size, serves, patience, wait_for_workers=False, multi_tenant=True
+        )
+        return dist.PrefixStore(f"attempt/{attempt}", served)
     except dist.DistNetworkError as error:
         if serves:
             raise

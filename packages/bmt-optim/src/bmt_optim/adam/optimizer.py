@@ -25,7 +25,7 @@ from bmt_optim.adam.update_plan import OwnerUpdates, Update, UpdatePlan
 from bmt_optim.adam.update_stream import UpdateStream
 from bmt_optim.current_run import kernels_on
 from bmt_optim.managed_optimizer import ManagedOptimizer
-from bmt_optim.state.logical_state import load_logical_state, logical_state
+from bmt_optim.state.logical_state import gathered_state, load_logical_state
 from bmt_optim.state.torch_state import check_torch_state, with_all_options
 
 
@@ -166,7 +166,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         """
         self.read_outcome()
         self.wait()
-        return logical_state([self], None) if gather else super().state_dict()
+        return gathered_state([self], None) if gather else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.

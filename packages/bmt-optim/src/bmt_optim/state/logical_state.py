@@ -79,6 +79,12 @@ def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | Non
     return whole_tensors(_in_parts(parameters, _agree(parameters)))
 
 
+def gathered_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
+    """Return :func:`logical_state` with whole tensors in place of the parts, on rank 0 and nowhere else. Collective."""
+    logical = logical_state(optimizers, named_parameters)
+    return {**logical, "parameters": whole_tensors(logical["parameters"])}
+
+
 def whole_tensors(state: Mapping[str, Mapping[str, Any]]) -> State:
     """Return ``state`` with whole tensors in place of :class:`TensorPart` on rank 0, and an empty dict elsewhere. Collective."""
     what, is_first = "gathering the optimizer state", world().rank == 0
