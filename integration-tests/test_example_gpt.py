@@ -588,9 +588,10 @@ import bmtrain as bmt
 save_checkpoint = bmt.save_checkpoint
 
 def save_and_die(*arguments, **options):
-    save_checkpoint(*arguments, **options)
+    path = save_checkpoint(*arguments, **options)
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
+    return path
 
 bmt.save_checkpoint = save_and_die
 sys.path.insert(0, os.path.dirname({str(TRAIN)!r}))

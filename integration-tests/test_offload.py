@@ -27,14 +27,14 @@ from bmt_optim.offload.host_shard import HostShard
 from bmt_zero import Block, TransformerBlockList
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_float32_training_equals_that_of_adam_in_every_bit(world_size: int) -> None:
     for results in run_ranks(both, world_size, Offload, torch.float32):
         for settings, expected, found in results:
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), settings
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2])
 def test_bfloat16_training_equals_that_of_adam_but_for_gradients_clipped_without_rounding(world_size: int) -> None:
     for results in run_ranks(both, world_size, Offload, torch.bfloat16):
         for settings, expected, found in results:

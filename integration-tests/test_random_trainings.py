@@ -12,7 +12,7 @@ from random_plans import draw
 SEEDS = {1: [12, 29, 34], 2: [12, 29, 34, *range(60, 67)], 4: [29, *range(70, 74)]}
 
 # By number of ranks and tp_size, with parallel layers in several Blocks. That of 124 has found a mistake.
-PARALLEL = {(2, 2): [60, 77, 83, 124], (4, 2): [68, 97], (4, 4): [76]}
+PARALLEL = {(2, 2): [77, 124], (4, 2): [97], (4, 4): [76]}
 CASES = [
     *[(size, 1, seed) for size, seeds in SEEDS.items() for seed in seeds],
     *[(size, tp, seed) for (size, tp), seeds in PARALLEL.items() for seed in seeds],

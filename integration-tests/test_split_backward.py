@@ -81,7 +81,6 @@ CASES: list[tuple[int, int, torch.dtype, dict[str, Any]]] = [
     (4, 1, torch.float64, {"use_checkpoint": False}),
     (4, 2, torch.float32, {"use_checkpoint": True}),
     (4, 3, torch.float32, {"use_checkpoint": False}),
-    (2, 3, torch.float32, {"use_checkpoint": True, "compile": True}),
 ]
 
 

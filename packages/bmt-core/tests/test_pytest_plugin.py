@@ -56,10 +56,8 @@ def test_on_gpu():
 """
 
 
-@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["one process", "xdist"])
-def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped(tmp_path: Path, options: list[str]) -> None:
-    if options:
-        pytest.importorskip("xdist")
+def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
     # Not below the current directory, so that no rank can import the module by the name that pytest gives it.
     directory = tmp_path / "some-package" / "tests"
     directory.mkdir(parents=True)
@@ -67,7 +65,7 @@ def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped(tmp_path: Path
     (tmp_path / "elsewhere").mkdir()
     plugin = ["-p", "bmt_core.testing.pytest_plugin", "--strict-markers", "--import-mode=importlib", "-rs"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, *options, str(directory)],
+        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, "-n", "2", str(directory)],
         cwd=tmp_path / "elsewhere",
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         capture_output=True,
