@@ -299,9 +299,7 @@ def states_of_optimizers() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 def loads_states_of_optimizers(state: dict[str, Any], is_on_all_ranks: bool) -> dict[str, Any]:
     net = Net()
     manager, _ = momentum_of(net, steps=1)
-    if rank() != 0 and not is_on_all_ranks:
-        state = {**state, "logical": {**state["logical"], "parameters": {}}}
-    manager.load_state_dict(state, named_parameters=net.named_parameters())
+    manager.load_logical_state(net.named_parameters(), state if rank() == 0 or is_on_all_ranks else None)
     return manager.state_dict(gather_opt=True, named_parameters=net.named_parameters())
 
 
