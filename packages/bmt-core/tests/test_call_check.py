@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,3 +246,19 @@ def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int,
 def test_a_state_survives_the_way_through_the_store() -> None:
     state = RankState(beat=3, entered={"a": 1}, last=call("a", 1), waiting=call("a", 1), ended="")
     assert RankState.from_json(state.to_json()) == state
+
+
+def meets(init_method: str, check_calls: bool | None) -> bool:
+    """Whether a run that meets by ``init_method`` compares calls."""
+    runtime.init_distributed(init_method, device="cpu", check_calls=check_calls)
+    try:
+        return runtime.current().backend.context.calls is not None
+    finally:
+        runtime.shutdown()
+
+
+def test_a_file_in_which_ranks_meet_is_not_lengthened_by_every_call_unless_asked(tmp_path: Path) -> None:
+    for check_calls, is_compared in ((None, False), (True, True)):
+        init_method = f"file://{tmp_path}/store-{check_calls}"
+        assert rank_pool(2).run(meets, init_method, check_calls, init=None) == [is_compared] * 2
+    assert rank_pool(2).run(meets, "env://", None, init=None) == [True] * 2

@@ -14,10 +14,10 @@ abort its process, or tensors would be mixed. Two things prevent that, both thro
 
 The first failure is written to the store, and raised by every rank in the call where it waits, or in its next one.
 
-On the CPU this is always on. A collective on a GPU is not waited for by the host, which could not take it back either. So there
-the host waits, before it starts a collective, until all members have entered it, for the first calls of each group (rare ones, as
-those of ``save``, are among them), or for all if ``check_calls=True``. Sends and receives have no number: they are watched for
-lost connections only.
+On the CPU this is on unless the ranks meet in a file, which each comparison would lengthen. A collective on a GPU is not waited
+for by the host, which could not take it back either. So there the host waits, before it starts a collective, until all members
+have entered it, for the first calls of each group (rare ones, as those of ``save``, are among them), or for all if
+``check_calls=True``. Sends and receives have no number: they are watched for lost connections only.
 """
 
 from __future__ import annotations
