@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_  # by name, before a run has started
@@ -162,17 +163,21 @@ def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
         assert len(wanted) == (3 if ranks == 2 else 1), texts_of_forward
 
 
-def other_wrappers() -> list[str]:
-    plain_root = nn.Sequential(wrapped())
+def other_wrappers() -> tuple[list[str], list[str], list[str]]:
+    plain_root = nn.Sequential(wrapped(), nn.Linear(5, 5))
     for model in (wrapped(), plain_root):
         model(torch.ones(2, 3)).sum().backward()
-    texts = [
+    data_parallel = [error_of(lambda m=m: DistributedDataParallel(m)) for m in (wrapped(), plain_root)]
+    fully_sharded: list[str] = []
+    for model in (wrapped(), plain_root, wrapped().layers[0]):
+        looked = {name: (type(module), dict(module._parameters)) for name, module in model.named_modules()}
+        for refused in (fully_shard, lambda m: fully_shard([m]), fully_shard, replicate, FullyShardedDataParallel):
+            fully_sharded.append(error_of(lambda refused=refused, model=model: refused(model)))
+        assert looked == {name: (type(module), module._parameters) for name, module in model.named_modules()}
+        model(torch.ones(2, 3)).sum().backward()
+    clipping = [
         error_of(call)
         for call in (
-            lambda: DistributedDataParallel(wrapped()),
-            lambda: DistributedDataParallel(plain_root),
-            lambda: FullyShardedDataParallel(plain_root, device_id=torch.device("cpu")),
-            lambda: fully_shard(wrapped()),
             lambda: clip_grad_norm_(plain_root.parameters(), 1.0),
             lambda: nn.utils.clip_grad_norm_(list(plain_root.parameters()), 1.0),
         )
@@ -180,16 +185,19 @@ def other_wrappers() -> list[str]:
     ordinary = nn.Linear(2, 2)
     DistributedDataParallel(ordinary)(torch.ones(1, 2)).sum().backward()
     clip_grad_norm_(ordinary.parameters(), 0.1)
+    fully_shard(nn.Sequential(nn.Linear(2, 2)))
     norm = OptimManager().clip_grad_norm(plain_root.parameters(), 0.1)  # the way out
     assert norm > 0.1 and world_size() == 2
-    return texts
+    return data_parallel, fully_sharded, clipping
 
 
-def test_what_takes_parts_for_whole_parameters_is_refused() -> None:
-    for ddp, plain_ddp, fsdp, fsdp2, *clip in run_ranks(other_wrappers, 2):
-        assert all("DistributedDataParallel would" in text and "OptimManager" in text for text in (ddp, plain_ddp))
-        assert all("FSDP would" in text and 'gradients="mean"' in text for text in (fsdp, fsdp2))
-        assert all("clip_grad_norm(model.parameters(), max_norm) of an OptimManager" in text for text in clip)
+def test_what_takes_parts_for_whole_parameters_is_refused_and_changes_nothing() -> None:
+    names = ["fully_shard"] * 3 + ["replicate", "FullyShardedDataParallel"]
+    for data_parallel, fully_sharded, clipping in run_ranks(other_wrappers, 2):
+        assert all("DistributedDataParallel would" in text and "OptimManager" in text for text in data_parallel)
+        for name, text in zip(names * 3, fully_sharded, strict=True):
+            assert text.startswith(f"{name} would shard") and 'gradients="mean"' in text
+        assert all("clip_grad_norm(model.parameters(), max_norm) of an OptimManager" in text for text in clipping)
 
 
 class Listing(nn.Linear):
