@@ -21,7 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import bmtrain as bmt
 
 
-ORIGINALS = clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__
+def replaceable():
+    return clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__, *vars(torch.nn.init).values()
+
+
+ORIGINALS = replaceable()
 FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"  # imported while a run is on
 
 
@@ -32,7 +36,7 @@ def hooks():
             if name.startswith("_global_") and hasattr(value, "__len__"):
                 found[name] = len(value)
     found["foreach"] = [len(optimizers._foreach_supported_types), len(foreach._foreach_supported_types)]
-    found["replaced"] = (clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__) != ORIGINALS
+    found["replaced"] = replaceable() != ORIGINALS
     found["fsdp"] = FSDP in sys.modules and sys.modules[FSDP]._validate_module.__code__.co_name
     found["finders"] = len(sys.meta_path)
     return found

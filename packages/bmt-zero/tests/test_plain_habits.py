@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.init import xavier_uniform_  # by name, before a run has started
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_  # by name, before a run has started
+from torch.nn.utils import clip_grad_norm_
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter
 from bmt_core.run.runtime import world_size
@@ -91,6 +92,34 @@ def test_random_fills_of_parts_point_to_init_parameters() -> None:
         assert len(texts) == 22 and all("init_parameters(model)" in text for text in texts), texts
     (alone,) = run_ranks(random_fills, 1)
     assert set(alone) == {""}
+
+
+def rules_of_shape() -> tuple[list[str], list[str]]:
+    """What is said of a part of a matrix, and what torch says of a vector's part, as it does in plain torch."""
+    model, whole = wrapped(), nn.Linear(3, 3)
+    part, bias = (dict(model.named_parameters())[f"head.{name}"] for name in ("weight", "bias"))
+    before = part.detach().clone()
+    rules: list[Callable[[Any], Any]] = [xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_]
+    rules += [nn.init.kaiming_normal_, nn.init.orthogonal_, nn.init.eye_, lambda t: nn.init.sparse_(t, 0.5)]
+    texts = [error_of(lambda rule=rule: rule(part)) for rule in rules]
+    if world_size() > 1:
+        texts += [error_of(lambda rule=rule: rule(part.data)) for rule in rules]
+    assert torch.equal(part.detach(), before)
+    of_vectors = []
+    for rule in rules:
+        rule(whole.weight)
+        with pytest.raises(ValueError) as raised:
+            rule(bias)
+        of_vectors.append(str(raised.value))
+    return texts, of_vectors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rules_that_go_by_a_parameter_s_shape_point_to_init_parameters(ranks: int) -> None:
+    for texts, of_vectors in run_ranks(rules_of_shape, ranks):
+        assert len(texts) == 7 * ranks and all("init_parameters(model)" in text for text in texts), texts
+        assert all("of shape (5, 3)" in text for text in texts[:7])
+        assert all("dimensions" in text and "init_parameters" not in text for text in of_vectors), of_vectors
 
 
 class Writes(nn.Module):

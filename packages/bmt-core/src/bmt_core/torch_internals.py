@@ -150,6 +150,21 @@ def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
     return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
 
 
+def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], None]:
+    """Have ``check`` called before those functions of ``torch.nn.init`` that go by a tensor's sizes; return what undoes it.
+
+    It gets what the rule needs, in words, and the tensor. The fans of Xavier's and Kaiming's rules are taken by one function,
+    which is found however a program imported the rules.
+    """
+    rules = {name: f"{name} needs rows and columns" for name in ("orthogonal_", "sparse_", "eye_", "dirac_")}
+    rules["_calculate_fan_in_and_fan_out"] = "Xavier's and Kaiming's rules need fan in and fan out"
+
+    def before(needs: str) -> Callable[..., None]:
+        return lambda tensor, *args, **kwargs: check(needs, tensor)
+
+    return _all_of([call_before(nn.init, name, before(needs)) for name, needs in rules.items()])
+
+
 def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[], None]:
     """Have ``check`` called with FSDP's name and the modules that it is about to shard; return what undoes it.
 
@@ -165,11 +180,15 @@ def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[
         *(when_imported(module, partial(_before_fsdp_function, check, name)) for name, module in composable.items()),
     ]
 
-    def undo() -> None:
-        for undo_one in changes:
-            undo_one()
+    return _all_of(changes)
 
-    return undo
+
+def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
+    def call_all() -> None:
+        for function in functions:
+            function()
+
+    return call_all
 
 
 def _before_fsdp_class(check: Callable[[str, Iterable[nn.Module]], None], defined_in: ModuleType) -> Callable[[], None]:
