@@ -15,7 +15,9 @@ from bmt_core.testing import run_ranks
 
 WORDS, BATCH, LENGTH, STEPS = 19, 4, 5, 3
 OPTIONS = [
-    {"zero_level": level, "use_checkpoint": recompute, "scripted": True} for level in range(4) for recompute in (True, False)
+    {"zero_level": level, "use_checkpoint": recompute, "scripted": True}
+    for level in range(4)
+    for recompute in (True, False)
 ]
 OPTIONS += [{"zero_level": 3, "use_checkpoint": True, "scripted": False}]
 

@@ -1,4 +1,4 @@
-"""What the scripts share: a layer in BMTrain's style, words that count up, which a model learns in a few steps, and how they end."""
+"""What the scripts share: a layer in BMTrain's style, words that count up, which a model learns in a few steps, and their end."""
 
 from __future__ import annotations
 

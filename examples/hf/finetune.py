@@ -138,8 +138,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
     made.add_argument("--lr", type=float, default=1e-2)
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    made.add_argument("--zero-level", type=int, choices=range(4), default=3, help="2 gathers less often than 3, the default")
-    made.add_argument("--no-checkpoint", dest="checkpoint", action="store_false", help="keep activations, do not recompute")
+    made.add_argument(
+        "--zero-level", type=int, choices=range(4), default=3, help="2 gathers less often than 3, the default"
+    )
+    made.add_argument(
+        "--no-checkpoint", dest="checkpoint", action="store_false", help="keep activations, do not recompute"
+    )
     made.add_argument("--traceback", action="store_true", help="show where an error came from, not only what it says")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     made.add_argument("--seed", type=int, default=0)

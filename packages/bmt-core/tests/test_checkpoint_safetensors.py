@@ -39,7 +39,8 @@ from bmt_core.testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
 library_writes = pytest.mark.skipif(
-    find_spec("numpy") is None and version("safetensors") < "0.8", reason="safetensors 0.7 writes by numpy; bmt does not"
+    find_spec("numpy") is None and version("safetensors") < "0.8",
+    reason="safetensors 0.7 writes by numpy; bmt does not",
 )
 
 

@@ -113,7 +113,7 @@ def gradients_of(model: nn.Module, ranks: list[int]) -> dict[str, torch.Tensor]:
     """The sum over three steps."""
     for step in range(3):
         data = [torch.randn(2, 3, WIDTH, generator=torch.manual_seed(10 * step + of)) for of in ranks]
-        (model(torch.cat(data)).square().sum() / 100).backward()
+        (model(torch.cat(data).requires_grad_()).square().sum() / 100).backward()
     return {name: full_gradient(p) if name.startswith("layer") else p.grad for name, p in model.named_parameters()}
 
 

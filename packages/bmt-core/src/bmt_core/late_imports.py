@@ -29,7 +29,9 @@ class _WhenImported(MetaPathFinder):
         self._change = change
         self._undo_change: Callable[[], None] | None = None
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Return the module's own spec, with a loader that calls the function; None for every other module."""
         if fullname != self._name:
             return None

@@ -168,8 +168,8 @@ def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], Non
 def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[], None]:
     """Have ``check`` called with FSDP's name and the modules that it is about to shard; return what undoes it.
 
-    FSDP is ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is made of it. Inside of these functions, for a
-    program may have imported them by name before. FSDP is not imported for it, which would take half a second.
+    FSDP is ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is made of it. Inside of these functions,
+    for a program may have imported them by name before. FSDP is not imported for it, which would take half a second.
     """
     composable = {
         "fully_shard": "torch.distributed.fsdp._fully_shard._fully_shard",
