@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ from torch.nn.utils import clip_grad_norm_
 from bmt_core import ConfigError, DistributedModule, DistributedParameter
 from bmt_core.run.runtime import world_size
 from bmt_core.testing import run_ranks
-from bmt_optim import OptimManager
 from bmt_zero import Block, BMTrainModelWrapper
 
 
@@ -215,8 +215,11 @@ def other_wrappers() -> tuple[list[str], list[str], list[str]]:
     DistributedDataParallel(ordinary)(torch.ones(1, 2)).sum().backward()
     clip_grad_norm_(ordinary.parameters(), 0.1)
     fully_shard(nn.Sequential(nn.Linear(2, 2)))
-    norm = OptimManager().clip_grad_norm(plain_root.parameters(), 0.1)  # the way out
-    assert norm > 0.1 and world_size() == 2
+    if find_spec("bmt_optim") is not None:
+        from bmt_optim import OptimManager
+
+        assert OptimManager().clip_grad_norm(plain_root.parameters(), 0.1) > 0.1  # the way out
+    assert world_size() == 2
     return data_parallel, fully_sharded, clipping
 
 
