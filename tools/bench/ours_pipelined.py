@@ -29,7 +29,8 @@ class BmtPipelined(Bmt):
             level=case.level,
             reduce_dtype=case.reduce_dtype,
         )
-        self.model = PipelinedGPT(setting, chunks=self._variant.chunks, placement=self._variant.placement)
+        self._pipeline = PipelinedGPT(setting, chunks=self._variant.chunks, placement=self._variant.placement)
+        self.model = self._pipeline
         self.optimizer = self.make_optimizer(case)
         self._manager = bmt.optim.OptimManager()
         self._manager.add_optimizer(self.optimizer)
@@ -52,7 +53,7 @@ class BmtPipelined(Bmt):
         """See :meth:`Training.step`. The mean over ranks of what is returned is the loss."""
         count = len(tokens) // self._case.micro_batch
         loss = train_step(
-            self.model, token_loss, (tokens, targets), self._variant.schedule, count, manager=self._manager
+            self._pipeline, token_loss, (tokens, targets), self._variant.schedule, count, manager=self._manager
         )
         self._manager.step()
         self._manager.zero_grad()

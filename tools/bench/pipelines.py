@@ -52,7 +52,7 @@ class Setting:
     micro_batch: int
     recompute: bool
     level: int
-    reduce_dtype: str | None = "param"
+    reduce_dtype: Any = "param"
 
     def unit(self, make: type[nn.Module], number: int) -> nn.Module:
         """Return unit ``number`` of the model: embeddings, then blocks, then the head. It is whole, with its values."""
