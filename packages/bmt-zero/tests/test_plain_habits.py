@@ -23,6 +23,8 @@ from bmt_core.run.runtime import world_size
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
+needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="numpy is not installed")
+
 
 class Root(nn.Module):
     def __init__(self) -> None:
@@ -87,6 +89,7 @@ _METHODS: list[Callable[[Any], Any]] = [
 ]
 
 
+@needs_numpy
 def test_random_fills_of_parts_point_to_init_parameters() -> None:
     for texts in run_ranks(random_fills, 2):
         assert len(texts) == 22 and all("init_parameters(model)" in text for text in texts), texts
@@ -183,6 +186,7 @@ def copies() -> tuple[list[str], list[str]]:
     return texts, texts_of_forward
 
 
+@needs_numpy
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
     for texts, texts_of_forward in run_ranks(copies, ranks):
