@@ -8,7 +8,6 @@ import sys
 
 PROGRAM = """
 import json
-import sys
 
 import torch
 import torch._dynamo  # torch imports it with the first optimizer, and it adds DTensor to the lists
@@ -16,17 +15,21 @@ import torch.nn.modules.module as modules
 import torch.optim.optimizer as optimizers
 import torch.nn.utils.clip_grad as clip_grad
 import torch.utils._foreach_utils as foreach
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bmtrain as bmt
 
 
 def replaceable():
-    return clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__, *vars(torch.nn.init).values()
+    wrappers = DistributedDataParallel, FullyShardedDataParallel
+    inside = clip_grad._clip_grads_with_norm_, _fully_shard._validate_module, replicate_with_fsdp._validate_module
+    return *(wrapper.__init__ for wrapper in wrappers), *inside, *vars(torch.nn.init).values()
 
 
 ORIGINALS = replaceable()
-FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"  # imported while a run is on
 
 
 def hooks():
@@ -37,8 +40,6 @@ def hooks():
                 found[name] = len(value)
     found["foreach"] = [len(optimizers._foreach_supported_types), len(foreach._foreach_supported_types)]
     found["replaced"] = replaceable() != ORIGINALS
-    found["fsdp"] = FSDP in sys.modules and sys.modules[FSDP]._validate_module.__code__.co_name
-    found["finders"] = len(sys.meta_path)
     return found
 
 
@@ -51,8 +52,6 @@ for _ in range(2):
         manager.add_optimizer(optimizer)
         manager.backward(model[1](model[0][0](torch.ones(2, 3))).sum())
         manager.step()
-    import torch.distributed.fsdp
-
     seen.append(hooks())
     bmt.shutdown()
     seen.append(hooks())

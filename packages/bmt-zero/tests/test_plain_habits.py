@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -196,16 +197,23 @@ def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
         assert len(wanted) == (3 if ranks == 2 else 1), texts_of_forward
 
 
+def fully_shard_list(module: nn.Module) -> Any:
+    return fully_shard([module])
+
+
 def other_wrappers() -> tuple[list[str], list[str], list[str]]:
     plain_root = nn.Sequential(wrapped(), nn.Linear(5, 5))
     for model in (wrapped(), plain_root):
         model(torch.ones(2, 3)).sum().backward()
     data_parallel = [error_of(lambda m=m: DistributedDataParallel(m)) for m in (wrapped(), plain_root)]
     fully_sharded: list[str] = []
-    for model in (wrapped(), plain_root, wrapped().layers[0]):
+    models: list[Callable[[], Any]] = [wrapped, lambda: nn.Sequential(wrapped()), lambda: wrapped().layers[0]]
+    for make, refused in itertools.product(
+        models, (fully_shard, fully_shard_list, replicate, FullyShardedDataParallel)
+    ):
+        model = make()
         looked = {name: (type(module), dict(module._parameters)) for name, module in model.named_modules()}
-        for refused in (fully_shard, lambda m: fully_shard([m]), fully_shard, replicate, FullyShardedDataParallel):
-            fully_sharded.append(error_of(lambda refused=refused, model=model: refused(model)))
+        fully_sharded.append(error_of(lambda refused=refused, model=model: refused(model)))
         assert looked == {name: (type(module), module._parameters) for name, module in model.named_modules()}
         model(torch.ones(2, 3)).sum().backward()
     clipping = [
@@ -228,7 +236,7 @@ def other_wrappers() -> tuple[list[str], list[str], list[str]]:
 
 
 def test_what_takes_parts_for_whole_parameters_is_refused_and_changes_nothing() -> None:
-    names = ["fully_shard"] * 3 + ["replicate", "FullyShardedDataParallel"]
+    names = ["fully_shard"] * 2 + ["replicate", "FullyShardedDataParallel"]
     for data_parallel, fully_sharded, clipping in run_ranks(other_wrappers, 2):
         assert all("DistributedDataParallel would" in text and "OptimManager" in text for text in data_parallel)
         for name, text in zip(names * 3, fully_sharded, strict=True):

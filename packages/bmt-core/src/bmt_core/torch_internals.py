@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +19,6 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
-from bmt_core.late_imports import when_imported
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -169,18 +164,26 @@ def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[
     """Have ``check`` called with FSDP's name and the modules that it is about to shard; return what undoes it.
 
     FSDP is ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is made of it. Inside of these functions,
-    for a program may have imported them by name before. FSDP is not imported for it, which would take half a second.
+    for a program may have imported them by name before.
     """
-    composable = {
-        "fully_shard": "torch.distributed.fsdp._fully_shard._fully_shard",
-        "replicate": "torch.distributed._composable.replicate_with_fsdp",
-    }
-    changes = [
-        when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", partial(_before_fsdp_class, check)),
-        *(when_imported(module, partial(_before_fsdp_function, check, name)) for name, module in composable.items()),
-    ]
+    # Not at the top: it takes a second, as part of what torch imports with the first optimizer.
+    from torch.distributed._composable import replicate_with_fsdp
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._fully_shard import _fully_shard
 
-    return _all_of(changes)
+    def before(name: str) -> Callable[..., None]:
+        return lambda given, *args: check(name, [given] if isinstance(given, nn.Module) else given)
+
+    def before_wrapping(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        check("FullyShardedDataParallel", [module])
+
+    return _all_of(
+        [
+            call_before(FullyShardedDataParallel, "__init__", before_wrapping),
+            call_before(_fully_shard, "_validate_module", before("fully_shard")),
+            call_before(replicate_with_fsdp, "_validate_module", before("replicate")),
+        ]
+    )
 
 
 def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
@@ -189,36 +192,6 @@ def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
             function()
 
     return call_all
-
-
-def _before_fsdp_class(check: Callable[[str, Iterable[nn.Module]], None], defined_in: ModuleType) -> Callable[[], None]:
-    def checked(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        check("FullyShardedDataParallel", [module])
-
-    return call_before(defined_in.FullyShardedDataParallel, "__init__", checked)
-
-
-def _before_fsdp_function(
-    check: Callable[[str, Iterable[nn.Module]], None], name: str, defined_in: ModuleType
-) -> Callable[[], None]:
-    def checked(given: nn.Module | Iterable[nn.Module], *args: Any) -> None:
-        modules = [given] if isinstance(given, nn.Module) else list(given)
-        try:
-            check(name, modules)
-        except BaseException:
-            for module in modules:
-                _unmark(module, name)
-            raise
-
-    return call_before(defined_in, "_validate_module", checked)
-
-
-def _unmark(module: nn.Module, name: str) -> None:
-    """Take back torch's note that its function ``name`` was applied to ``module``."""
-    vars(module).get(REGISTRY_KEY, {}).pop(name, None)
-    states = vars(module).get(STATE_KEY, {})
-    for function in [function for function in states if function.__name__ == name]:
-        del states[function]
 
 
 def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[], None]:
