@@ -155,7 +155,7 @@ def _run_rank(work: Callable[[int], None], rank: int, store: Path) -> int:
     os.environ.update({name: str(value) for name, value in names.items()})
     code = DONE
     try:
-        bmt_core.init_distributed(f"file://{store}", device="cpu", timeout=PATIENCE)
+        bmt_core.init_distributed(f"file://{store}", device="cpu", timeout=PATIENCE, gradients="mean")
         work(rank)
     except BmtError as error:
         (store.parent / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")

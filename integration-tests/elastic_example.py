@@ -81,7 +81,9 @@ def train_while_a_node_leaves(script: Sequence[str], ranks: int, out: Path) -> t
                 node.wait()
 
 
-def start_node(script: Sequence[str], ranks: int, port: int, *, is_host: bool, output: IO[str] | int) -> subprocess.Popen[str]:
+def start_node(
+    script: Sequence[str], ranks: int, port: int, *, is_host: bool, output: IO[str] | int
+) -> subprocess.Popen[str]:
     """Start an agent of torchrun."""
     options = f"--nnodes 1:2 --nproc-per-node {ranks} --max-restarts 3 --rdzv-id example --rdzv-backend c10d"
     options += f" --rdzv-endpoint localhost:{port} --rdzv-conf is_host={int(is_host)},{SOON}"

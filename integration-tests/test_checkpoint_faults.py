@@ -82,7 +82,9 @@ def memory_of_checkpoints(folder: str) -> tuple[tuple[float, ...], str]:
     bmt_core.synchronize()
     with Peak() as resuming:
         load_checkpoint(folder, model, manager)
-    return tuple(peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading, resuming)), interrupted(model, manager, folder)
+    return tuple(peak.most / (WIDTH * WIDTH * 4) for peak in (saving, loading, resuming)), interrupted(
+        model, manager, folder
+    )
 
 
 def interrupted(model: nn.Module, manager: OptimManager, folder: str) -> str:

@@ -1,10 +1,9 @@
 """``state``: saving and loading a model beside ``torch.save`` and DCP on the same disk, in one run; start it with torchrun.
 
 torch.save and torch.load: rank 0 alone, of the plain model. DCP: ``torch.distributed.checkpoint`` of the same model under
-FSDP2. bmt: a directory, of the same model in Blocks; every file of all three is on the disk (``fsync``) when a save returns, except those
-of torch.save, which is given one for it. Cases take turns; figures are the seconds of the slowest rank, medians over rounds.
-The pause is what ``bmt.save(non_blocking=True)`` takes until it returns, and the copy what a rank needs to copy the
-bytes of its snapshot from memory to memory.
+FSDP2. bmt: a directory, of the same model in Blocks. All three have their files on the disk when a save ends; torch.save is given
+an ``fsync`` for it. Cases take turns; figures are the seconds of the slowest rank, medians over rounds. The pause is what
+``bmt.save(non_blocking=True)`` takes until it returns; the copy, what a rank takes to copy the bytes of its snapshot in memory.
 """
 
 from __future__ import annotations
