@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 import bmt_core
 from bmt_core.checkpoint import load, save, wait_for_saves
 from bmt_core.comm.objects import all_gather_object
+from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_zero import Block
 
@@ -87,8 +88,12 @@ class _Cases:
         mesh = init_device_mesh("cpu", (current().world.size,))
         self._plain = nn.ModuleList(_layers(layers, width)) if current().rank == 0 else None
         self._blocks = nn.ModuleList(Block(layer) for layer in _layers(layers, width))
-        self._fsdp = nn.ModuleList(fully_shard(layer, mesh=mesh) for layer in _layers(layers, width))
-        tensors = [p.whole_shape.numel() * p.element_size() for p in self._blocks.parameters()]  # type: ignore[operator]
+        self._fsdp = nn.ModuleList()
+        for layer in _layers(layers, width):
+            fully_shard(layer, mesh=mesh)
+            self._fsdp.append(layer)
+        parameters = [p for p in self._blocks.parameters() if isinstance(p, DistributedParameter)]
+        tensors = [p.whole_shape.numel() * p.element_size() for p in parameters]
         self.bytes = sum(tensors)
         self._snapshot = [torch.ones(size // 4 // current().world.size) for size in tensors]
         self.all: dict[str, Callable[[], object]] = {
@@ -140,7 +145,8 @@ def _timed(case: Callable[[], object]) -> float:
     case()
     seconds = time.monotonic() - start
     wait_for_saves()
-    return max(all_gather_object(seconds, current().world))
+    slowest: float = max(all_gather_object(seconds, current().world))
+    return slowest
 
 
 def _table(rows: Sequence[Row]) -> str:
