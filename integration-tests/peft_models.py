@@ -8,7 +8,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
 from hf_models import built, inputs
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -132,12 +134,35 @@ def compare(directory: str) -> list[dict[str, Any]]:
 
 def run_example(directory: str) -> list[float]:
     """Held-out losses: before, after, when it begins with what it exported, and of that export in plain torch."""
-    options = ["--device", "cpu", "--length", "32", "--new-tokens", "4", "--steps", "5", "--batch-size", "2"]
+    options = [
+        "--device",
+        "cpu",
+        "--length",
+        "32",
+        "--new-tokens",
+        "4",
+        "--steps",
+        "5",
+        "--batch-size",
+        "2",
+        "--zero-level",
+        "2",
+    ]
     first = finetune.main([*options, "--out", f"{directory}/first"])
-    second = finetune.main([*options, "--out", f"{directory}/second", "--model", f"{directory}/first", "--steps", "0"])
+    again = ["--model", f"{directory}/first", "--steps", "0", "--no-checkpoint"]
+    second = finetune.main([*options, "--out", f"{directory}/second", *again])
     model: Any = AutoModelForCausalLM.from_pretrained(f"{directory}/first").eval()
     told = finetune.parser().parse_args(options)
     held_out = finetune.windows(told, AutoTokenizer.from_pretrained(f"{directory}/first"), 2)[1]
+    with pytest.raises(ValueError, match=r"0 windows of --length 1000000\. 2 ranks need 3 or more"):
+        finetune.windows(finetune.parser().parse_args(["--length", "1000000"]), finetune.byte_tokenizer(), 2)
+    with mock.patch("sys.argv", ["finetune.py", "--zero-level", "4"]), pytest.raises(SystemExit):
+        finetune.run()
+    missing = ["finetune.py", "--device", "cpu", "--data", f"{directory}/missing"]
+    one_line = r"^finetune.py, rank \d: FileNotFoundError: .*/missing'$"
+    with mock.patch("sys.argv", missing), pytest.raises(SystemExit, match=one_line):
+        finetune.run()
+    bmt.shutdown()
     rows = held_out[: 2 * min(len(held_out) // 2, 8 * told.batch_size)]
     with torch.no_grad():
         plain = float(model(input_ids=rows, labels=rows).loss)

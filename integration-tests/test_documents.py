@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 def test_every_test_that_the_failure_modes_name_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "failure-modes.md").read_text()))
-    sources = [*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("integration-tests/test_*.py")]
+    folders = ("packages/*/tests", "integration-tests", "tools/tests")
+    sources = [source for folder in folders for source in ROOT.glob(f"{folder}/test_*.py")]
     defined = {name for source in sources for name in re.findall(r"^def (test_\w+)", source.read_text(), re.MULTILINE)}
     assert named and sorted(named - defined) == []
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import pytest
 import torch
 
 import gathered_state
@@ -14,7 +16,9 @@ import sharded_module
 import tensor_parallel
 import train_gpt
 import zero_levels
+from bmt_core import ConfigError
 from bmt_core.testing import run_ranks
+from small_model import run
 
 
 def run_all() -> dict[str, Any]:
@@ -48,3 +52,17 @@ def test_every_script_does_what_it_shows() -> None:
     torch.testing.assert_close(in_a_list, original)
     unbroken, of_manager, of_optimizer = first["gathered_state"]
     assert unbroken == of_manager == of_optimizer
+
+
+def test_a_mistake_in_a_script_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken() -> None:
+        raise ConfigError("tp_size=3 does not divide 32.")
+
+    monkeypatch.setattr(sys, "argv", ["examples/tensor_parallel.py"])
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(SystemExit) as ended:
+        run(mistaken)
+    assert ended.value.code == "tensor_parallel.py, rank 2: ConfigError: tp_size=3 does not divide 32."
+    monkeypatch.setattr(sys, "argv", ["tensor_parallel.py", "--traceback"])
+    with pytest.raises(ConfigError):
+        run(mistaken)

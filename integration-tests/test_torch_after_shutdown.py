@@ -8,6 +8,7 @@ import sys
 
 PROGRAM = """
 import json
+import sys
 
 import torch
 import torch._dynamo  # torch imports it with the first optimizer, and it adds DTensor to the lists
@@ -20,7 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 import bmtrain as bmt
 
 
-ORIGINALS = clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__
+def replaceable():
+    return clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__, *vars(torch.nn.init).values()
+
+
+ORIGINALS = replaceable()
+FSDP = "torch.distributed.fsdp._fully_shard._fully_shard"  # imported while a run is on
 
 
 def hooks():
@@ -30,7 +36,9 @@ def hooks():
             if name.startswith("_global_") and hasattr(value, "__len__"):
                 found[name] = len(value)
     found["foreach"] = [len(optimizers._foreach_supported_types), len(foreach._foreach_supported_types)]
-    found["replaced"] = (clip_grad._clip_grads_with_norm_, DistributedDataParallel.__init__) != ORIGINALS
+    found["replaced"] = replaceable() != ORIGINALS
+    found["fsdp"] = FSDP in sys.modules and sys.modules[FSDP]._validate_module.__code__.co_name
+    found["finders"] = len(sys.meta_path)
     return found
 
 
@@ -43,6 +51,8 @@ for _ in range(2):
         manager.add_optimizer(optimizer)
         manager.backward(model[1](model[0][0](torch.ones(2, 3))).sum())
         manager.step()
+    import torch.distributed.fsdp
+
     seen.append(hooks())
     bmt.shutdown()
     seen.append(hooks())

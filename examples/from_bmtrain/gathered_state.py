@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from small_model import Embedding, Layer, mean_loss, own_batch
+from small_model import Embedding, Layer, mean_loss, own_batch, run
 
 
 class Model(bmt.DistributedModule):
@@ -40,9 +40,9 @@ def train(model: Model, manager: bmt.optim.OptimManager, steps: range) -> list[f
     for step in steps:
         words, targets = own_batch(step)
         loss = mean_loss(model(words), targets)
-        manager.zero_grad()
         manager.backward(loss)
         manager.step()
+        manager.zero_grad()
         losses.append(bmt.sum_loss(loss).item())
     return losses
 
@@ -70,4 +70,4 @@ def main(device: str | None = None, steps: int = 5) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

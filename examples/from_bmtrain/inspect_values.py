@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
-from small_model import Embedding, Layer, mean_loss, own_batch
+from small_model import Embedding, Layer, mean_loss, own_batch, run
 
 
 class Model(bmt.DistributedModule):
@@ -43,4 +43,4 @@ def main(device: str | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

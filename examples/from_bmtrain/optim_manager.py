@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
-from small_model import Embedding, Layer, mean_loss, own_batch
+from small_model import Embedding, Layer, mean_loss, own_batch, run
 
 
 class Model(bmt.DistributedModule):
@@ -38,11 +38,11 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
     losses = []
     for step in range(steps):
         words, targets = own_batch(step)
-        manager.zero_grad()  # of all optimizers
         loss = mean_loss(model(words), targets)
         manager.backward(loss)  # which scales the loss
         manager.clip_grad_norm([*of_layers.param_groups, *of_embedding.param_groups], max_norm=1.0)
         manager.step()  # all optimizers and schedulers, unless a gradient overflowed
+        manager.zero_grad()  # of all optimizers
         losses.append(bmt.sum_loss(loss).item())
     bmt.print_rank(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, loss scale {manager.loss_scale:g}")
     bmt.shutdown()
@@ -50,4 +50,4 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

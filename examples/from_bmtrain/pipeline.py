@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from small_model import Embedding, Layer, mean_loss, own_batch
+from small_model import Embedding, Layer, mean_loss, own_batch, run
 
 
 class Model(bmt.DistributedModule):
@@ -36,9 +36,9 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
     for step in range(steps):
         words, targets = own_batch(step)
         loss = mean_loss(model(words), targets)
-        manager.zero_grad()
         manager.backward(loss)
         manager.step()
+        manager.zero_grad()
         losses.append(bmt.sum_loss(loss).item())
     bmt.print_rank(f"{stages} stages: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     bmt.shutdown()
@@ -46,4 +46,4 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
+from small_model import run
 
 
 class SomeTransformerBlock(nn.Module):
@@ -78,9 +79,9 @@ def main(device: str | None = None, steps: int = 3) -> list[dict[str, torch.Tens
         manager.add_optimizer(optimizer)
         for _ in range(steps):
             loss = (model() - 1).square().sum()
-            manager.zero_grad()
             manager.backward(loss)
             manager.step()
+            manager.zero_grad()
         bmt.print_rank(f"{kind.__name__}: loss {loss.item():.3f}")
         trained.append({name: value.cpu().clone() for name, value in model.state_dict().items()})
     bmt.shutdown()
@@ -88,4 +89,4 @@ def main(device: str | None = None, steps: int = 3) -> list[dict[str, torch.Tens
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

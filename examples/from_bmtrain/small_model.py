@@ -1,6 +1,11 @@
-"""What the scripts share: a layer in BMTrain's style, and words that count up, which a model learns in a few steps."""
+"""What the scripts share: a layer in BMTrain's style, words that count up, which a model learns in a few steps, and their end."""
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,3 +64,13 @@ class Embedding(bmt.DistributedModule):
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean cross entropy of logits (batch, length, words)."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def run(main: Callable[[], Any]) -> None:
+    """Run ``main``, and end with one line where a number of ranks, say, does not fit; ``--traceback`` shows where."""
+    try:
+        main()
+    except (bmt.BmtError, ValueError, OSError) as error:
+        if "--traceback" in sys.argv:
+            raise
+        sys.exit(f"{os.path.basename(sys.argv[0])}, rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import bmtrain as bmt
 from bmtrain.nn.parallel_linear_func import OpParallelLinear, ReduceType
-from small_model import LENGTH, WIDTH, WORDS
+from small_model import LENGTH, WIDTH, WORDS, run
 
 
 class FeedForward(bmt.DistributedModule):
@@ -63,9 +63,9 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
         words = ((start + torch.arange(LENGTH + 1)[:, None]) % WORDS).to(bmt.current().device)
         own_rows = words[:-1].chunk(tp)[bmt.config["tp_rank"]]
         loss = loss_of(model(own_rows).flatten(0, 1), words[1:].t().flatten())
-        manager.zero_grad()
         manager.backward(loss)
         manager.step()
+        manager.zero_grad()
         losses.append(loss.item())
     bmt.print_rank(f"tp_size {tp}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     bmt.shutdown()
@@ -73,4 +73,4 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
-from small_model import BATCH, LENGTH, WORDS, Embedding, Layer, own_batch
+from small_model import BATCH, LENGTH, WORDS, Embedding, Layer, own_batch, run
 
 
 class GPT(bmt.DistributedModule):
@@ -43,10 +43,10 @@ def main(device: str | None = None, steps: int = 30) -> list[float]:
         loss = loss_func(logits.view(BATCH * LENGTH, WORDS), targets.masked_fill(~keep, -100).flatten())
         global_loss = bmt.sum_loss(loss).item()  # the mean over ranks, for the log
 
-        optim_manager.zero_grad()
         optim_manager.backward(loss)
         grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
         optim_manager.step()
+        optim_manager.zero_grad()
 
         average.record(global_loss)
         losses.append(global_loss)
@@ -58,4 +58,4 @@ def main(device: str | None = None, steps: int = 30) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

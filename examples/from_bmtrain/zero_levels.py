@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
-from small_model import Embedding, Layer, mean_loss, own_batch
+from small_model import Embedding, Layer, mean_loss, own_batch, run
 
 
 class Transformer(bmt.DistributedModule):
@@ -54,12 +54,12 @@ def train(model: Transformer, steps: int) -> list[float]:
     for step in range(steps):
         words, targets = own_batch(step)
         loss = mean_loss(model(words), targets)
-        manager.zero_grad()
         manager.backward(loss)
         manager.step()
+        manager.zero_grad()
         losses.append(bmt.sum_loss(loss).item())
     return losses
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import bmtrain as bmt
 def main(arguments: list[str] | None = None) -> dict[str, float]:
     """Run as told by the command line. Return the held-out loss before and after."""
     options = parser().parse_args(arguments)
-    bmt.init_distributed(seed=options.seed, device=options.device)
+    bmt.init_distributed(seed=options.seed, device=options.device, zero_level=options.zero_level)
     model, tokenizer = adapted_model(options)
     train, held_out = windows(options, tokenizer, bmt.world_size())
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         manager.backward(loss)
         manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
         manager.step()
-        manager.zero_grad()
+        manager.zero_grad()  # here, and not before backward: the next forward then has the gradients' memory
         if step % 10 == 9:
             bmt.print_rank(f"step {step + 1}: loss {bmt.sum_loss(loss).item():.3f}")
     after = evaluate(model, held_out, options)
@@ -78,6 +79,8 @@ def adapted_model(options: argparse.Namespace) -> tuple[Any, Any]:
         bmt.load(model, files)
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
+    if not options.checkpoint:
+        model.gradient_checkpointing_disable()
     if bmt.rank() == 0:
         model.print_trainable_parameters()
     return model, tokenizer
@@ -97,6 +100,11 @@ def windows(options: argparse.Namespace, tokenizer: Any, ranks: int) -> tuple[to
     ids = torch.tensor(tokenizer(options.data.read_text())["input_ids"])
     rows = ids[: len(ids) // options.length * options.length].view(-1, options.length)
     held_out = max(len(rows) // 10, ranks)
+    if len(rows) <= held_out:
+        raise ValueError(
+            f"{options.data} has {len(ids)} tokens, which are {len(rows)} windows of --length {options.length}. {ranks} ranks need"
+            f" {held_out + 1} or more: give a longer text or a shorter --length."
+        )
     return rows[:-held_out], rows[-held_out:]
 
 
@@ -130,10 +138,27 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
     made.add_argument("--lr", type=float, default=1e-2)
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    made.add_argument(
+        "--zero-level", type=int, choices=range(4), default=3, help="2 gathers less often than 3, the default"
+    )
+    made.add_argument(
+        "--no-checkpoint", dest="checkpoint", action="store_false", help="keep activations, do not recompute"
+    )
+    made.add_argument("--traceback", action="store_true", help="show where an error came from, not only what it says")
     made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     made.add_argument("--seed", type=int, default=0)
     return made
 
 
+def run() -> None:
+    """Run :func:`main`, and end with one line where the user, a file or the installation has to be mended."""
+    try:
+        main()
+    except (bmt.BmtError, ValueError, OSError) as error:
+        if "--traceback" in sys.argv:
+            raise
+        sys.exit(f"finetune.py, rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -40,6 +40,7 @@ def load_all(paths: list[str]) -> list[dict[str, Any]]:
 
 
 def test_what_torch_writes_loads_here_and_what_is_written_here_loads_in_torch(tmp_path: Path) -> None:
+    pytest.importorskip("numpy", reason="torch gathers objects by numpy")
     run_ranks(save_both_ways, 2, str(tmp_path), timeout=180)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.dcp", "torchs"]
     expected = whole_state(plain_net(seed=1))

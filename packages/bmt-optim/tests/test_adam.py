@@ -149,7 +149,7 @@ def test_float16_moments_do_not_overflow_when_the_scale_grows() -> None:
     p.grad = torch.full((3,), 60000.0, dtype=torch.float16)
     optimizer.step()  # 60000 squared is far beyond float16
     assert state["exp_avg_sq"].isfinite().all() and p.isfinite().all()
-    assert state["exp_avg_sq"][0] == pytest.approx(0.001 * 60000.0**2, rel=1e-2)
+    assert state["exp_avg_sq"][0].item() == pytest.approx(0.001 * 60000.0**2, rel=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -393,7 +393,7 @@ def test_clipping_takes_one_group_and_says_what_it_cannot_take() -> None:
     manager = managed(p)
     p.grad = torch.tensor([3.0, 0.0, 4.0])
     norm = manager.clip_grad_norm(manager.optimizers[0].param_groups[0], 1.0)
-    assert norm == 5.0 and p.grad.norm() == pytest.approx(1.0, rel=1e-5)
+    assert norm == 5.0 and p.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
     with pytest.raises(TypeError, match="a group of an optimizer, or several of these; it has a str"):
         manager.clip_grad_norm([{"params": ["weight"]}], 1.0)
 

@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,10 @@ def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtyp
     assert p[:500].abs().max() < 0.02 and (p[500:600] - 2).abs().max() < 0.02
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+needs_kernels = pytest.mark.skipif(find_spec("bmt_kernels") is None, reason="bmt-kernels is not installed")
+
+
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=needs_kernels)])
 def test_loaded_weights_train_on_whatever_is_installed(run_ranks: Any, tmp_path: Path, kernels: str) -> None:
     torch.save({"weight": torch.full((3, 5), 5.0)}, tmp_path / "five.pt")
     plain = torch.nn.Parameter(torch.ones(3, 5))

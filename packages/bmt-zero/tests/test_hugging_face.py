@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from hf_models import MODELS, built, initialized_by_hugging_face, inputs, plain, sharded, train, wrapped
 from meta_models import MemoryMeter, kept_bytes, whole_bytes
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, Trainer, TrainingArguments
 
 from bmt_core import load, save
 from bmt_core.errors import ConfigError
@@ -256,3 +263,68 @@ def rewrapped() -> bool:
 
 def test_tied_embeddings_stay_tied() -> None:
     assert run_ranks(rewrapped, 2) == [True, True]
+
+
+# --- the Trainer and accelerate ---
+
+ROWS = [{key: value[row] for key, value in inputs(0, 0, 1).items() if key != "attention_mask"} for row in range(4)]
+
+
+@contextmanager
+def as_torchrun_starts_ranks() -> Iterator[None]:
+    """Inside, accelerate finds what it looks for, and knows nothing of it afterwards."""
+    rank, size = runtime.rank(), runtime.world_size()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    found = {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with mock.patch.dict(os.environ, found):
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def trainer(folder: str, model: Any) -> Any:
+    settings = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 1,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": [],
+    }
+    return Trainer(model, TrainingArguments(folder, **settings), train_dataset=ROWS, eval_dataset=ROWS)
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        call()
+    return str(raised.value)
+
+
+def around_a_wrapped_model(folder: str) -> tuple[list[str], str, float]:
+    model = BMTrainModelWrapper(built("llama"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with as_torchrun_starts_ranks():
+        wrapping = [
+            error_of(lambda: trainer(folder, model).train()),
+            error_of(lambda: Accelerator(cpu=True).prepare(model, optimizer)),
+        ]
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(optimizer)
+        model(**inputs(0, runtime.rank(), runtime.world_size())).loss.backward()
+        clipping = error_of(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        found = trainer(folder, model).evaluate()["eval_loss"]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    return wrapping, clipping, found
+
+
+def test_a_trainer_is_refused_with_the_way_out_and_evaluates(tmp_path: Path) -> None:
+    model: Any = built("llama").eval()
+    batch = {key: torch.stack([row[key] for row in ROWS]) for key in ROWS[0]}
+    losses = [model(**{key: value[part] for key, value in batch.items()}).loss for part in (slice(0, 2), slice(2, 4))]
+    expected = torch.stack(losses).mean().item()
+    for wrapping, clipping, found in run_ranks(around_a_wrapped_model, 2, str(tmp_path)):
+        for text in wrapping:
+            assert "DistributedDataParallel would overwrite the parts of LlamaForCausalLM" in text
+            assert "step by an OptimManager" in text and "docs/hugging-face.md" in text
+        assert "clip_grad_norm(model.parameters(), max_norm) of an OptimManager" in clipping
+        assert found == pytest.approx(expected, rel=1e-5)

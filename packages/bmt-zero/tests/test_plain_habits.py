@@ -6,20 +6,24 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.init import xavier_uniform_  # by name, before a run has started
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_  # by name, before a run has started
+from torch.nn.utils import clip_grad_norm_
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter
 from bmt_core.run.runtime import world_size
 from bmt_core.testing import run_ranks
-from bmt_optim import OptimManager
 from bmt_zero import Block, BMTrainModelWrapper
+
+needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="numpy is not installed")
 
 
 class Root(nn.Module):
@@ -85,11 +89,40 @@ _METHODS: list[Callable[[Any], Any]] = [
 ]
 
 
+@needs_numpy
 def test_random_fills_of_parts_point_to_init_parameters() -> None:
     for texts in run_ranks(random_fills, 2):
         assert len(texts) == 22 and all("init_parameters(model)" in text for text in texts), texts
     (alone,) = run_ranks(random_fills, 1)
     assert set(alone) == {""}
+
+
+def rules_of_shape() -> tuple[list[str], list[str]]:
+    """What is said of a part of a matrix, and what torch says of a vector's part, as it does in plain torch."""
+    model, whole = wrapped(), nn.Linear(3, 3)
+    part, bias = (dict(model.named_parameters())[f"head.{name}"] for name in ("weight", "bias"))
+    before = part.detach().clone()
+    rules: list[Callable[[Any], Any]] = [xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_]
+    rules += [nn.init.kaiming_normal_, nn.init.orthogonal_, nn.init.eye_, lambda t: nn.init.sparse_(t, 0.5)]
+    texts = [error_of(lambda rule=rule: rule(part)) for rule in rules]
+    if world_size() > 1:
+        texts += [error_of(lambda rule=rule: rule(part.data)) for rule in rules]
+    assert torch.equal(part.detach(), before)
+    of_vectors = []
+    for rule in rules:
+        rule(whole.weight)
+        with pytest.raises(ValueError) as raised:
+            rule(bias)
+        of_vectors.append(str(raised.value))
+    return texts, of_vectors
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rules_that_go_by_a_parameter_s_shape_point_to_init_parameters(ranks: int) -> None:
+    for texts, of_vectors in run_ranks(rules_of_shape, ranks):
+        assert len(texts) == 7 * ranks and all("init_parameters(model)" in text for text in texts), texts
+        assert all("of shape (5, 3)" in text for text in texts[:7])
+        assert all("dimensions" in text and "init_parameters" not in text for text in of_vectors), of_vectors
 
 
 class Writes(nn.Module):
@@ -153,6 +186,7 @@ def copies() -> tuple[list[str], list[str]]:
     return texts, texts_of_forward
 
 
+@needs_numpy
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
     for texts, texts_of_forward in run_ranks(copies, ranks):
@@ -162,17 +196,21 @@ def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
         assert len(wanted) == (3 if ranks == 2 else 1), texts_of_forward
 
 
-def other_wrappers() -> list[str]:
-    plain_root = nn.Sequential(wrapped())
+def other_wrappers() -> tuple[list[str], list[str], list[str]]:
+    plain_root = nn.Sequential(wrapped(), nn.Linear(5, 5))
     for model in (wrapped(), plain_root):
         model(torch.ones(2, 3)).sum().backward()
-    texts = [
+    data_parallel = [error_of(lambda m=m: DistributedDataParallel(m)) for m in (wrapped(), plain_root)]
+    fully_sharded: list[str] = []
+    for model in (wrapped(), plain_root, wrapped().layers[0]):
+        looked = {name: (type(module), dict(module._parameters)) for name, module in model.named_modules()}
+        for refused in (fully_shard, lambda m: fully_shard([m]), fully_shard, replicate, FullyShardedDataParallel):
+            fully_sharded.append(error_of(lambda refused=refused, model=model: refused(model)))
+        assert looked == {name: (type(module), module._parameters) for name, module in model.named_modules()}
+        model(torch.ones(2, 3)).sum().backward()
+    clipping = [
         error_of(call)
         for call in (
-            lambda: DistributedDataParallel(wrapped()),
-            lambda: DistributedDataParallel(plain_root),
-            lambda: FullyShardedDataParallel(plain_root, device_id=torch.device("cpu")),
-            lambda: fully_shard(wrapped()),
             lambda: clip_grad_norm_(plain_root.parameters(), 1.0),
             lambda: nn.utils.clip_grad_norm_(list(plain_root.parameters()), 1.0),
         )
@@ -180,16 +218,22 @@ def other_wrappers() -> list[str]:
     ordinary = nn.Linear(2, 2)
     DistributedDataParallel(ordinary)(torch.ones(1, 2)).sum().backward()
     clip_grad_norm_(ordinary.parameters(), 0.1)
-    norm = OptimManager().clip_grad_norm(plain_root.parameters(), 0.1)  # the way out
-    assert norm > 0.1 and world_size() == 2
-    return texts
+    fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    if find_spec("bmt_optim") is not None:
+        from bmt_optim import OptimManager
+
+        assert OptimManager().clip_grad_norm(plain_root.parameters(), 0.1) > 0.1  # the way out
+    assert world_size() == 2
+    return data_parallel, fully_sharded, clipping
 
 
-def test_what_takes_parts_for_whole_parameters_is_refused() -> None:
-    for ddp, plain_ddp, fsdp, fsdp2, *clip in run_ranks(other_wrappers, 2):
-        assert all("DistributedDataParallel would" in text and "OptimManager" in text for text in (ddp, plain_ddp))
-        assert all("FSDP would" in text and 'gradients="mean"' in text for text in (fsdp, fsdp2))
-        assert all("clip_grad_norm(model.parameters(), max_norm) of an OptimManager" in text for text in clip)
+def test_what_takes_parts_for_whole_parameters_is_refused_and_changes_nothing() -> None:
+    names = ["fully_shard"] * 3 + ["replicate", "FullyShardedDataParallel"]
+    for data_parallel, fully_sharded, clipping in run_ranks(other_wrappers, 2):
+        assert all("DistributedDataParallel would" in text and "OptimManager" in text for text in data_parallel)
+        for name, text in zip(names * 3, fully_sharded, strict=True):
+            assert text.startswith(f"{name} would shard") and 'gradients="mean"' in text
+        assert all("clip_grad_norm(model.parameters(), max_norm) of an OptimManager" in text for text in clipping)
 
 
 class Listing(nn.Linear):

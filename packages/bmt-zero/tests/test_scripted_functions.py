@@ -78,6 +78,59 @@ def test_training_equals_plain_torch_from_the_first_step(ends_scripted: bool, us
         torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
 
 
+def shared_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Becomes a script that nothing else in this process has called."""
+    variance = hidden.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+    return (hidden * torch.rsqrt(variance + 1e-6)).to(hidden.dtype) * weight
+
+
+class Shared(nn.Module):
+    """A block whose norm is called outside of it too, twice between its forward and its backward."""
+
+    def __init__(self, norm: Any, **block: Any) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.norm = norm
+        layer = SharedLayer(norm)
+        self.layer = Block(layer, **block) if block else layer
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.norm(self.layer(x), self.weight), self.norm(self.layer(2 * x), self.weight)
+        return first + second.sin()
+
+
+class SharedLayer(nn.Module):
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.norm, self.weight, self.linear = norm, nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x, self.weight))
+
+
+def gradients_of(model: nn.Module, ranks: list[int]) -> dict[str, torch.Tensor]:
+    """The sum over three steps."""
+    for step in range(3):
+        data = [torch.randn(2, 3, WIDTH, generator=torch.manual_seed(10 * step + of)) for of in ranks]
+        (model(torch.cat(data).requires_grad_()).square().sum() / 100).backward()
+    return {name: full_gradient(p) if name.startswith("layer") else p.grad for name, p in model.named_parameters()}
+
+
+def with_shared_norm(ranks: list[int]) -> dict[str, torch.Tensor]:
+    assert torch._C._get_graph_executor_optimize()
+    return gradients_of(Shared(torch.jit.script(shared_norm), use_checkpoint=True), ranks)
+
+
+def test_a_script_that_is_called_outside_of_blocks_too_trains() -> None:
+    expected = gradients_of(Shared(shared_norm), [0, 1])
+    assert torch._C._get_graph_executor_optimize()
+    for found in run_ranks(with_shared_norm, 2, [0, 1]):
+        torch.testing.assert_close(
+            {name: value / 2 if name.startswith("layer") else value for name, value in found.items()}, expected
+        )
+
+
 def wrapped_script() -> str:
     layer = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(ConfigError) as caught:

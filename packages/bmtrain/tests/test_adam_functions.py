@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
+pytest.importorskip("bmt_optim")
+
 import torch
 
 from bmt_optim import AdamOptimizer

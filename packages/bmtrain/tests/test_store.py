@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 
 import bmt_core
 from bmt_core.testing import run_ranks
-from bmt_zero import Block, TransformerBlockList
 from bmtrain import store
+
+needs_zero = pytest.mark.skipif(find_spec("bmt_zero") is None, reason="bmt-zero is not installed")
 
 
 def model() -> bmt_core.DistributedModule:
@@ -48,6 +50,8 @@ class SavesByBmt(bmt_core.DistributedModule):
     """As libraries written for BMTrain do: ``state_dict`` calls bmt's store."""
 
     def __init__(self) -> None:
+        from bmt_zero import Block
+
         super().__init__()
         self.block = Block(nn.Linear(2, 3))
         self.inner = model()
@@ -66,6 +70,7 @@ def overridden(path: str) -> tuple[dict[str, Any], bool]:
     return dict(state), bmt_core.rank() > 0 or bool(weight.equal(state["block.weight"]))
 
 
+@needs_zero
 def test_a_module_may_call_the_store_in_its_state_dict(tmp_path: Path) -> None:
     (zero, equal), (one, _) = run_ranks(overridden, 2, str(tmp_path / "model.pt"))
     assert equal and one == {}
@@ -84,6 +89,8 @@ class Inference:
 
 def saved_to_hosts() -> tuple[Any, Any]:
     """On the first ranks of two hosts of two ranks."""
+    from bmt_zero import TransformerBlockList
+
     run = bmt_core.current()
     run.launch = dataclasses.replace(run.launch, local_rank=run.rank % 2, local_world_size=2)
     whole = model()
@@ -97,6 +104,7 @@ def saved_to_hosts() -> tuple[Any, Any]:
     return state.get("weight"), [sorted(state) for state in inference.states]
 
 
+@needs_zero
 def test_the_first_rank_of_every_host_gets_whole_tensors_and_layers() -> None:
     zero, one, two, three = run_ranks(saved_to_hosts, 4)
     for weight, layers in (zero, two):

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +19,11 @@ import torch.distributed as dist
 import torch.nn.utils.clip_grad as clip_grad
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+from bmt_core.late_imports import when_imported
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -142,6 +148,77 @@ def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
     Inside of that function, for a program may have imported it by name before.
     """
     return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
+
+
+def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], None]:
+    """Have ``check`` called before those functions of ``torch.nn.init`` that go by a tensor's sizes; return what undoes it.
+
+    It gets what the rule needs, in words, and the tensor. The fans of Xavier's and Kaiming's rules are taken by one function,
+    which is found however a program imported the rules.
+    """
+    rules = {name: f"{name} needs rows and columns" for name in ("orthogonal_", "sparse_", "eye_", "dirac_")}
+    rules["_calculate_fan_in_and_fan_out"] = "Xavier's and Kaiming's rules need fan in and fan out"
+
+    def before(needs: str) -> Callable[..., None]:
+        return lambda tensor, *args, **kwargs: check(needs, tensor)
+
+    return _all_of([call_before(nn.init, name, before(needs)) for name, needs in rules.items()])
+
+
+def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[], None]:
+    """Have ``check`` called with FSDP's name and the modules that it is about to shard; return what undoes it.
+
+    FSDP is ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is made of it. Inside of these functions,
+    for a program may have imported them by name before. FSDP is not imported for it, which would take half a second.
+    """
+    composable = {
+        "fully_shard": "torch.distributed.fsdp._fully_shard._fully_shard",
+        "replicate": "torch.distributed._composable.replicate_with_fsdp",
+    }
+    changes = [
+        when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", partial(_before_fsdp_class, check)),
+        *(when_imported(module, partial(_before_fsdp_function, check, name)) for name, module in composable.items()),
+    ]
+
+    return _all_of(changes)
+
+
+def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
+    def call_all() -> None:
+        for function in functions:
+            function()
+
+    return call_all
+
+
+def _before_fsdp_class(check: Callable[[str, Iterable[nn.Module]], None], defined_in: ModuleType) -> Callable[[], None]:
+    def checked(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        check("FullyShardedDataParallel", [module])
+
+    return call_before(defined_in.FullyShardedDataParallel, "__init__", checked)
+
+
+def _before_fsdp_function(
+    check: Callable[[str, Iterable[nn.Module]], None], name: str, defined_in: ModuleType
+) -> Callable[[], None]:
+    def checked(given: nn.Module | Iterable[nn.Module], *args: Any) -> None:
+        modules = [given] if isinstance(given, nn.Module) else list(given)
+        try:
+            check(name, modules)
+        except BaseException:
+            for module in modules:
+                _unmark(module, name)
+            raise
+
+    return call_before(defined_in, "_validate_module", checked)
+
+
+def _unmark(module: nn.Module, name: str) -> None:
+    """Take back torch's note that its function ``name`` was applied to ``module``."""
+    vars(module).get(REGISTRY_KEY, {}).pop(name, None)
+    states = vars(module).get(STATE_KEY, {})
+    for function in [function for function in states if function.__name__ == name]:
+        del states[function]
 
 
 def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[], None]:

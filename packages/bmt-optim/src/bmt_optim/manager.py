@@ -58,8 +58,9 @@ logger = logging.getLogger("bmt_optim")
 class OptimManager:
     """Steps several optimizers, with their schedulers, as one.
 
-    Every iteration: ``zero_grad()``, ``backward(loss)`` (as often as there are micro-batches), ``clip_grad_norm(...)`` if
-    wanted, ``step()``. All of them are collective: every rank calls them in the same order.
+    Every iteration: ``backward(loss)`` (as often as there are micro-batches), ``clip_grad_norm(...)`` if wanted, ``step()``, and
+    ``zero_grad()`` right after it, so that the next forward has the gradients' memory. All of them are collective: every rank
+    calls them in the same order.
 
     Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss by ``loss_scale / grad_scale``
     first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over

@@ -22,7 +22,6 @@ from bmt_core.modules.distributed_module import (
     replace_by_part,
     whole_value,
 )
-from bmt_core.modules.other_wrappers import NotForFsdp
 from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
 from bmt_core.params.grouped_parameters import grouped_parameters
@@ -35,7 +34,7 @@ from bmt_zero.adapters import see_whole_adapters
 from bmt_zero.schedule.block_engine import BlockEngine
 
 
-class Block(NotForFsdp, nn.Module):
+class Block(nn.Module):
     """Shard ``inner_module`` by ZeRO, as one unit, with activation checkpointing.
 
     The block *is* the inner module: the same object, with the block's behaviour added to its class, so names,

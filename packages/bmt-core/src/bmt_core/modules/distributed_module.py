@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.other_wrappers import NotForFsdp
 from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import require_values
@@ -16,7 +15,7 @@ from bmt_core.params.uninitialized import require_values
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class DistributedModule(NotForFsdp, nn.Module):
+class DistributedModule(nn.Module):
     """``nn.Module`` with sharded parameters.
 
     Reading an attribute that is a :class:`DistributedParameter` gives the whole tensor, gathered (collective; once

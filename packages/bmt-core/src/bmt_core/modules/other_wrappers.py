@@ -1,8 +1,9 @@
 """Functions of torch that would take this rank's parts for whole parameters, refused with what to do instead.
 
 ``DistributedDataParallel``, which libraries such as accelerate and Hugging Face's Trainer put around a model, would overwrite
-every rank's parts with those of rank 0; ``clip_grad_norm_`` would form another norm on every rank. Neither asks the parameters
-anything, so both are replaced, by name, from the start of a run to its end. FSDP marks the modules that it takes.
+every rank's parts with those of rank 0; FSDP would cut them once more; ``clip_grad_norm_`` would form another norm on every rank;
+rules of ``torch.nn.init`` that go by rows and columns would find none. None of them asks the parameters anything, so all are
+replaced, by name, from the start of a run to its end.
 """
 
 from __future__ import annotations
@@ -16,40 +17,39 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.random_fills import INITIALISE_INSTEAD, PartData
 from bmt_core.run.runtime import Runtime
-from bmt_core.torch_internals import before_clipping, call_before
+from bmt_core.torch_internals import before_clipping, before_fsdp, before_rules_of_shape, call_before
 
 _INSTEAD = (
     " bmt shards the model and reduces its gradients itself: call the model as it is, and step by an OptimManager, or by a loop of"
     ' your own after init_distributed(gradients="mean"). Trainers that wrap the model themselves, such as Hugging Face\'s or'
-    " accelerate's prepare(), cannot train it."
+    " accelerate's prepare(), cannot train it: docs/hugging-face.md has their options as lines of a loop."
 )
 
 
 def refuse_other_wrappers(runtime: Runtime) -> None:
     """Have torch raise :class:`ConfigError` until shutdown where it would treat parts as whole parameters."""
     runtime.at_shutdown.append(call_before(DistributedDataParallel, "__init__", _refuse_data_parallel))
+    runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))
+    runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
 
 
-class NotForFsdp:
-    """A module that FSDP cannot take."""
-
-    @property
-    def _is_fsdp_managed_module(self) -> bool:
-        return False
-
-    @_is_fsdp_managed_module.setter
-    def _is_fsdp_managed_module(self, value: bool) -> None:
-        raise ConfigError(f"FSDP would shard {type(self).__name__}, whose parameters are sharded already.{_INSTEAD}")
-
-
 def _refuse_data_parallel(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    if any(isinstance(parameter, DistributedParameter) for parameter in module.parameters()):
+    if has_sharded_parameters(module):
         raise ConfigError(
             f"DistributedDataParallel would overwrite the parts of {type(module).__name__}'s sharded parameters with rank 0's."
             f"{_INSTEAD}"
         )
+
+
+def _refuse_fsdp(wrapper: str, modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if has_sharded_parameters(module):
+            raise ConfigError(
+                f"{wrapper} would shard the parameters of {type(module).__name__} once more: bmt has sharded them.{_INSTEAD}"
+            )
 
 
 def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
@@ -60,3 +60,18 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
             " rank. Call clip_grad_norm(model.parameters(), max_norm) of an OptimManager, which takes the norm over all ranks,"
             " also if you step without it."
         )
+
+
+def _refuse_rules_of_shape(needs: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() > 1 or not isinstance(tensor, (DistributedParameter, PartData)):
+        return
+    if isinstance(tensor, PartData) or len(tensor.full_shape) > 1:
+        shape = "" if isinstance(tensor, PartData) else f" of shape {tuple(tensor.full_shape)}"
+        raise ConfigError(
+            f"{needs}, and this is one rank's part of a parameter{shape}: it has one dimension. {INITIALISE_INSTEAD}"
+        )
+
+
+def has_sharded_parameters(module: nn.Module) -> bool:
+    """Whether any parameter of ``module`` is sharded by bmt."""
+    return any(isinstance(parameter, DistributedParameter) for parameter in module.parameters())

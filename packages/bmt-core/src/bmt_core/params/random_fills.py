@@ -12,6 +12,11 @@ import torch
 
 from bmt_core.errors import ConfigError
 
+INITIALISE_INSTEAD = (
+    "Initialise the model before it is wrapped, or let init_parameters(model) draw whole tensors: by the init_method of a"
+    " DistributedParameter or, for a model made on the meta device, by init=..., which is called with each module."
+)
+
 
 class NoRandomFills:
     """Has the methods by which a tensor fills itself with random numbers, and raises in them where it is one part of several."""
@@ -83,7 +88,5 @@ class PartData(NoRandomFills, torch.Tensor):
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
         f"{name}() would fill a part of a sharded parameter, and every rank would draw the same numbers for another part of it."
-        " Initialise the model before it is wrapped, or let init_parameters(model) draw whole tensors: by the init_method of a"
-        " DistributedParameter or, for a model made on the meta device, by init=..., which is called with each module. If each rank"
-        f" shall draw for itself: p.detach().{name}()."
+        f" {INITIALISE_INSTEAD} If each rank shall draw for itself: p.detach().{name}()."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,10 @@ class ZeroRun:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(_after_step),
         ]
+        # A function of torch.jit.script that is optimized by calls outside of Blocks is so inside of them from then on, and saves
+        # other tensors for backward: a recomputation would find others than its forward saved. So none is, while there are Blocks.
+        self._until_close = ExitStack()
+        self._until_close.enter_context(torch.jit.optimized_execution(False))
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 
@@ -100,6 +105,7 @@ class ZeroRun:
         self.module_changes.close()
         for handle in self._handles:
             handle.remove()
+        self._until_close.close()
 
 
 _runs: weakref.WeakKeyDictionary[Runtime, ZeroRun] = weakref.WeakKeyDictionary()
