@@ -37,6 +37,7 @@ from bmt_optim import AdamOptimizer, OptimManager
 from bmt_zero import BMTrainModelWrapper
 
 RANKS, PATIENCE = 2, 60.0  # seconds until a rank counts as one that hangs
+TIMEOUT = PATIENCE / 2  # of the run: what a rank may wait for one that was killed while the two of them connect
 DONE, REFUSED, FAILED = 0, 3, 4  # exit codes of a rank: its work is done; it raised what it should; anything else
 
 
@@ -155,7 +156,7 @@ def _run_rank(work: Callable[[int], None], rank: int, store: Path) -> int:
     os.environ.update({name: str(value) for name, value in names.items()})
     code = DONE
     try:
-        bmt_core.init_distributed(f"file://{store}", device="cpu", timeout=PATIENCE)
+        bmt_core.init_distributed(f"file://{store}", device="cpu", timeout=TIMEOUT, gradients="mean")
         work(rank)
     except BmtError as error:
         (store.parent / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")

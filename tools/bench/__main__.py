@@ -11,6 +11,7 @@ COMMANDS = {
     "kernels": "bench.kernels",
     "measure": "bench.run",
     "pipeline": "bench.pipeline",
+    "state": "bench.state",
     "table": "bench.table",
     "timeline": "bench.timeline",
     "tp-block": "bench.tp_block",

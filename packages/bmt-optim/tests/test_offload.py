@@ -235,14 +235,22 @@ def test_a_manager_scales_clips_and_skips(kind: Any) -> None:
 @pytest.mark.parametrize("is_compact", [(False, False), (True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("is_model_first", [False, True])
 @pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("is_portable", [False, True])
 def test_states_of_each_kind_resume_with_each_kind(
-    dtype: torch.dtype, before: Any, after: Any, is_compact: tuple[bool, bool], is_model_first: bool, is_new: bool
+    dtype: torch.dtype,
+    before: Any,
+    after: Any,
+    is_compact: tuple[bool, bool],
+    is_model_first: bool,
+    is_new: bool,
+    is_portable: bool,
 ) -> None:
     first = parameters(dtype)
     optimizer = before(first, lr=0.01, compact_master=is_compact[0])
     for step in range(4):
         give_gradients(first, step)
         optimizer.step()
+    portable = [copy.deepcopy(optimizer.portable_state(p)) for p in first]
     file = io.BytesIO()
     torch.save(([p.detach() for p in first], optimizer.state_dict()), file)
     file.seek(0)
@@ -257,6 +265,13 @@ def test_states_of_each_kind_resume_with_each_kind(
             with torch.no_grad():
                 for p, value in zip(second, values, strict=True):
                     p.copy_(value)
+        elif is_portable:
+            kept = [dict(resumed.state[p]) for p in second]
+            for group, saved in zip(resumed.param_groups, optimizer.param_groups, strict=True):
+                group["lr"] = saved["lr"]
+            for p, its_state, old in zip(second, portable, kept, strict=True):
+                resumed.load_portable_state(p, its_state)
+                assert is_new or resumed.state[p]["exp_avg"] is old["exp_avg"]  # no second copy is in memory
         else:
             resumed.load_state_dict(state)
     assert states_are_same(optimizer, resumed)

@@ -147,6 +147,8 @@ def test_a_loss_scale_that_is_none_is_noticed_before_anything_changes(value: Any
         with pytest.raises(CheckpointError, match="The state has no loss scale that can be used: "):
             other.manager.load_state_dict({**state, "loss_scale": value})
         assert other.summary() == before and not any(optimizer.state for optimizer in other.manager.optimizers)
+    with pytest.raises(CheckpointError, match="The state has no loss scale that can be used: "):
+        other.manager.check_logical_state(None, {**training.manager.state_dict(gather_opt=True), "loss_scale": value})
 
 
 SGD = torch.optim.SGD

@@ -306,6 +306,7 @@ class OptimManager:
         given = _on_all_ranks(state)
         with collective_section(world(), "checking the optimizer state"):
             self._check_schedulers(given["lr_schedulers"])
+            self._scale.loaded(given)
         check_logical_state(self._managed, given["logical"], named_parameters)
 
     def _common_state(self) -> dict[str, Any]:
@@ -325,7 +326,7 @@ class OptimManager:
                 f" {sum(expected)} with a scheduler, or in another order. Add the same ones before loading."
             )
         for scheduler, saved in zip(self.lr_schedulers, states, strict=True):
-            if isinstance(scheduler, WarmupLRScheduler) and "num_iter" not in saved:
+            if isinstance(scheduler, WarmupLRScheduler) and not isinstance(saved.get("num_iter"), int):
                 raise CheckpointError(
                     f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__} needs: another scheduler's."
                 )

@@ -51,8 +51,8 @@ class DirectorySave:
         """Yield the names and values of what this rank writes. Collective: see :meth:`WholeState.tensors_of_share`."""
         return self._state.tensors_of_share(self._shares)
 
-    def copies(self) -> list[tuple[str, torch.Tensor]]:
-        """Return copies in host memory of what this rank writes. Collective."""
+    def copies(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return what this rank writes, as it is now. Collective: see :meth:`WholeState.snapshot_of_share`."""
         with collective_section(world_group(), self._what):
             return self._state.snapshot_of_share(self._shares)
 

@@ -68,15 +68,27 @@ def prepared_load(
         shared.verify()
 
         def load_model() -> Any:
-            with collective_section(group, what):
+            with no_way_back(what), collective_section(group, what):
                 if shared.all_read:
                     _read_own_parts(plan, shared.reader)
                 else:
                     _receive(plan, [index.entries[name] for name in wanted], shared.reader, group)
-            with collective_section(group, what):
+            with no_way_back(what), collective_section(group, what):
                 return _tell_modules(model, plan)
 
         yield load_model
+
+
+@contextmanager
+def no_way_back(what: str, changed: str = "the model is") -> Iterator[None]:
+    """Say of an error in the body of the ``with`` statement that something was changed before. Communicates nothing."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} was interrupted, and {changed} loaded in part ({type(error).__name__}: {error}). Load a whole checkpoint"
+            " before you go on, or stop."
+        ) from error
 
 
 def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
@@ -124,10 +136,7 @@ def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointRe
                 _execute(step, whole, plan)
         del whole  # before the next one is made
     if failure is not None:
-        raise CheckpointError(
-            f"Reading a tensor failed after loading began ({type(failure).__name__}: {failure}). The model's weights are no longer"
-            " those of before: load a whole checkpoint, or stop."
-        ) from failure
+        raise failure
 
 
 def _execute(step: Step, whole: Any, plan: LoadPlan) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from bmt_core.checkpoint.loading import no_way_back
 from bmt_core.checkpoint.shared_reader import opened_by_all
 from bmt_core.checkpoint.state_tensors import has_references, with_tensors
 from bmt_core.checkpoint.torch_file import from_bytes, read_torch_file, to_bytes
@@ -45,7 +46,8 @@ def prepared_manager(
     ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the state, on rank 0, with the names of
     tensors that lie in files of their own. If it does not fit, every rank raises :class:`CheckpointError`, and the manager is
     as it was. A manager that has no ``check_logical_state()`` is told to load the state here and again by the function, when the
-    model has been loaded: the optimizer may keep copies of its weights.
+    model has been loaded: the optimizer may keep copies of its weights. Of one whose state belongs to each rank, the state of
+    before is kept until that has worked, and takes memory beside the new one.
     """
     group = world_group()
     what = f"loading the optimizer state of {folder}"
@@ -65,9 +67,9 @@ def prepared_manager(
                 data = broadcast_object(data, group)
             with collective_section(group, what):
                 whole = with_tensors(from_bytes(data), shared.stored) if shared.reader is not None else None
-            yield _checked_logical_state(manager, model, whole)
+            yield _checked_logical_state(manager, model, whole, what)
     else:
-        yield _checked_logical_state(manager, model, state)
+        yield _checked_logical_state(manager, model, state, what)
 
 
 def _tried_rank_state(manager: Any, own: Any, what: str) -> Callable[[], None]:
@@ -84,11 +86,11 @@ def _tried_rank_state(manager: Any, own: Any, what: str) -> Callable[[], None]:
     return load_own
 
 
-def _checked_logical_state(manager: Any, model: nn.Module, state: Any) -> Callable[[], None]:
+def _checked_logical_state(manager: Any, model: nn.Module, state: Any, what: str) -> Callable[[], None]:
     named = list(model.named_parameters())
 
     def load_whole() -> None:
-        with _as_checkpoint_error(manager):
+        with no_way_back(what, "model and optimizer are"):
             manager.load_logical_state(named, state)
 
     with _as_checkpoint_error(manager):

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 
 from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry
+from bmt_core.checkpoint.pieces import pieces
 from bmt_core.checkpoint.safetensors_layout import CHECKSUMS, FileLayout, header_is_whole, read_header, state_in
 from bmt_core.errors import CheckpointError
 
@@ -29,11 +30,13 @@ class SafetensorsFormat(CheckpointFormat):
         with path.open("wb") as file:
             file.seek(layout.data_start)
             for name, tensor in tensors:
-                values = _bytes_of(tensor)
                 file.seek(layout.place_of(name))
-                file.write(values)
-                checksums[name] = zlib.crc32(values)
-                del tensor, values  # before the next one is made
+                checksums[name] = 0
+                for piece in pieces(_bytes_of(tensor)):
+                    checksums[name] = zlib.crc32(piece, checksums[name])
+                    file.write(piece)
+                    del piece
+                del tensor  # before the next one is made
             file.seek(0)
             file.write(layout.header(checksums))
         _Reader(path).close()  # a file that cannot be loaded must be noticed now

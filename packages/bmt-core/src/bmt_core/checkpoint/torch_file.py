@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bmt_core.checkpoint.pieces import pieces
 from bmt_core.errors import CheckpointError
 
 _CHUNK = 1 << 24
@@ -39,9 +40,9 @@ class _FileThatRemembersErrors(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            left = memoryview(data).cast("B")
-            while left:  # the system writes at most 2 GiB at once
-                left = left[super().write(left) :]
+            for piece in pieces(data):
+                while piece:  # a full disk may take a part
+                    piece = piece[super().write(piece) :]
         except OSError as error:
             self.error = self.error or error
             raise

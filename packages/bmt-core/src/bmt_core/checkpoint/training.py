@@ -68,7 +68,7 @@ def save_checkpoint(
     If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is, all but
     ``keep`` are deleted: it, and those of the highest steps.
 
-    With ``non_blocking`` each rank copies what it writes to host memory now (pinned, on a GPU), and a thread writes it while
+    With ``non_blocking`` each rank copies its parts now (on a GPU what it will write, to pinned memory), and a thread writes while
     training goes on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
 
     Raises :class:`CheckpointError` on every rank when a rank cannot write.

@@ -15,6 +15,7 @@ from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
 from bmt_core.checkpoint.state_tensors import TensorPart
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
 from bmt_core.checkpoint.torch_format import memory_key
+from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
@@ -26,6 +27,8 @@ from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
 
 Value = torch.Tensor | TensorPart
+Gathering = Callable[[], torch.Tensor | None]
+"""Waits for a gather that was started, and returns the whole tensor on the rank on which it is gathered."""
 
 
 class LocalState:
@@ -169,21 +172,56 @@ class WholeState:
     def tensors_of_share(self, shares: Sequence[Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and a whole host copy of each tensor in this rank's share. Collective: every rank iterates to the end.
 
-        One tensor of each share is gathered, then all ranks yield theirs, so that they can write at the same time.
+        One tensor of each share is gathered, all at the same time, then all ranks yield theirs, so that they can write at the same
+        time.
         """
         return self._copies(*self._rounds(shares))
 
-    def snapshot_of_share(self, shares: Sequence[Sequence[str]]) -> list[tuple[str, torch.Tensor]]:
-        """Return what :meth:`tensors_of_share` yields, in memory of its own: pinned, if the tensors are on a GPU. Collective."""
-        copies = list(self._copies(*self._rounds(shares), to_host=_snapshot))
+    def snapshot_of_share(self, shares: Sequence[Sequence[str]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return what :meth:`tensors_of_share` yields, of this moment. Collective; so is the iteration, on any thread.
+
+        On the CPU every rank copies its parts, and the iteration gathers them beside the program. A GPU gathers faster than it
+        copies to the host: there wholes are copied, to pinned memory.
+        """
         if is_initialized() and current().device.type == "cuda":
+            copies = list(self._copies(*self._rounds(shares), to_host=_snapshot))
             torch.cuda.current_stream(current().device).synchronize()
-        return copies
+            return copies
+        rounds, own, _ = self._rounds(shares)
+        beside: dict[int, Group] = {}
+        gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
+        starts = {name: self._copied_part(name, gatherer[name], beside) for row in rounds for name in row}
+        return self._copies(rounds, own, lambda name, _: starts[name]())
 
     def _rounds(self, shares: Sequence[Sequence[str]]) -> tuple[Any, Sequence[str], Any]:
         rounds = [[name for name in row if name is not None] for row in zip_longest(*shares)]
         gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
         return rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name)
+
+    def _copied_part(self, name: str, gatherer: int, beside: dict[int, Group]) -> Callable[[], Gathering]:
+        """Copy this rank's part of a tensor, and return the function that starts to gather the copies on ``gatherer``. Collective.
+
+        What is not just sharded is whole on some ranks, or gathered over other groups: it is gathered now. ``beside`` collects the
+        groups over which the copies will be gathered, by the identity of those in whose place they are.
+        """
+        value = self._values.get(name)
+        parameter = None if value is None else _like(value)
+        group = _group_beside(parameter, beside)
+        if group is None or not isinstance(parameter, DistributedParameter):
+            whole = self._gathered_on(gatherer, name)()
+            kept = whole.detach().clone() if whole is not None and gatherer == world_group().rank else None
+            return lambda: lambda: kept
+        if gatherer not in group.ranks:  # of ranks that hold the same: one group sends
+            return lambda: lambda: None
+        part = value.value() if isinstance(value, TensorPart) else parameter.data
+        copied = part.detach().to(parameter.device).as_subclass(torch.Tensor).clone()
+        shape = self.index.entries[name].shape
+
+        def start() -> Gathering:
+            gathering = parameter.start_gather_on(gatherer, copied, group)
+            return lambda: None if (found := gathering()) is None else found.reshape(shape)
+
+        return start
 
     def _names(self) -> list[str]:
         entries = self.index.entries.items()
@@ -193,7 +231,7 @@ class WholeState:
         self,
         rounds: Iterable[Sequence[str]],
         wanted: Collection[str],
-        gather: Callable[[str, TensorEntry], torch.Tensor | None],
+        start_gather: Callable[[str, TensorEntry], Gathering],
         to_host: Callable[[torch.Tensor, bool], torch.Tensor] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Gather the tensors of each round, and yield copies of the ``wanted`` ones at its end."""
@@ -202,8 +240,11 @@ class WholeState:
         kept = set(wanted)
         for names in rounds:
             copies = []
-            for name in names:
-                whole = gather(name, self.index.entries[name])
+            gatherings = [(name, start_gather(name, self.index.entries[name])) for name in names]
+            while gatherings:
+                name, gathering = gatherings.pop(0)
+                whole = gathering()
+                del gathering  # which keeps it
                 if name in kept and failure is None and whole is not None:
                     try:
                         copies.append((name, to_host(whole, self._is_alone(name, whole))))
@@ -223,23 +264,27 @@ class WholeState:
             return False
         return whole.is_contiguous() and whole.untyped_storage().nbytes() == whole.nbytes
 
-    def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
-        """Return the whole tensor on ``rank`` of the world. Others return None, or their value of one that is not distributed."""
+    def _gathered_on(self, rank: int, name: str) -> Gathering:
+        """Start to gather the tensor on ``rank`` of the world. Others get None, or their value of one that is not distributed."""
         value = self._values.get(name)
         if isinstance(value, TensorPart):
-            part, parameter = value.value(), value.parameter
+            part, parameter, shape = value.value(), value.parameter, value.shape
             if not isinstance(parameter, DistributedParameter):
-                return part
-            whole = parameter.gather_on(rank, part.to(parameter.device))  # states may live on the host
-            return None if whole is None else whole.reshape(value.shape)
-        return value.gather_on(rank) if isinstance(value, DistributedParameter) else value
+                return lambda: part
+            gathering = parameter.start_gather_on(rank, part.to(parameter.device))  # states may live on the host
+            return lambda: None if (whole := gathering()) is None else whole.reshape(shape)
+        return value.start_gather_on(rank) if isinstance(value, DistributedParameter) else lambda: value
 
-    def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Return the whole tensor on rank 0, which is sent those of which it has no part."""
+    def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> Gathering:
+        """Start to gather the tensor on rank 0, which is sent those of which it has no part."""
         holder = self._holders[name]
-        whole = self._gathered_on(self._rank_of_share[holder * self._beside.size], name)
+        gathering = self._gathered_on(self._rank_of_share[holder * self._beside.size], name)
         if holder == 0 or 0 not in self._group.ranks:
-            return whole
+            return gathering
+        return lambda: self._sent(holder, gathering(), entry)
+
+    def _sent(self, holder: int, whole: torch.Tensor | None, entry: TensorEntry) -> torch.Tensor:
+        """Return ``whole``, which ``holder`` has, on every rank of the group. Collective."""
         device = current().device
         if self._group.rank == holder:
             assert whole is not None
@@ -268,6 +313,18 @@ def _snapshot(whole: torch.Tensor, is_alone: bool) -> torch.Tensor:
 
 def _like(value: Value) -> torch.Tensor:
     return value.parameter if isinstance(value, TensorPart) else value
+
+
+def _group_beside(parameter: torch.Tensor | None, known: dict[int, Group]) -> Group | None:
+    """Return a group over which copies of the parameter's parts can be gathered on a thread; None: there is none. Collective."""
+    if not isinstance(parameter, DistributedParameter) or not parameter.is_sharded:
+        return None
+    group = parameter.shard_group
+    if id(group) not in known:
+        known[id(group)] = current().topology.twin(group, BESIDE_THE_PROGRAM)
+        all_gather_object(None, known[id(group)])  # connects it here, in the program's order
+    is_cut = parameter.whole_shape != parameter.full_shape  # along other groups
+    return None if is_cut or known[id(group)] is group else known[id(group)]
 
 
 def _groups(local: LocalState) -> tuple[Group, Group]:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,15 +214,28 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         With ``part``: the whole of what lies like this parameter's part. Collective over the ranks that have a part. Each part is
         sent once, where :meth:`gather_all` sends it to all.
         """
+        return self.start_gather_on(rank, part)()
+
+    def start_gather_on(
+        self, rank: int, part: torch.Tensor | None = None, group: Group | None = None
+    ) -> Callable[[], torch.Tensor | None]:
+        """Start :meth:`gather_on`, and return the function that waits for it and returns its result. Collective.
+
+        So wholes travel to several ranks at the same time. The parameter, or ``part``, must not change until then. ``group``, of
+        the same ranks, takes the place of :attr:`shard_group`: for a ``part`` of a parameter that is not cut, on another thread.
+        """
         with torch.no_grad():
             if self._cuts():
                 whole = self.gather_all() if part is None else self.gather_all_like(part)
-                return whole if current().rank == rank else None
+                found = whole if current().rank == rank else None
+                return lambda: found
             if rank not in self.shard_group.ranks:  # it is sent the same values within a group of its own
-                return None
+                return lambda: None
+            if group is not None and part is not None:
+                return replace(self._shard, group=group).start_assembling_on(group.ranks.index(rank), part)
             self._wait_for_updates()
             own = self.detach() if part is None else part
-            return self._shard.assemble_on(self.shard_group.ranks.index(rank), own)
+            return self._shard.start_assembling_on(self.shard_group.ranks.index(rank), own)
 
     def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from bmt_core.comm.protocols import Group
+from bmt_core.comm.protocols import Group, Work
 
 
 def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -66,19 +66,22 @@ class Shard:
         self.group.all_gather(gathered, _padded(part, longest)).wait()
         return self.joined(gathered)
 
-    def assemble_on(self, root: int, part: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole, of ``shape``, on rank ``root`` of the group, and None elsewhere. Collective over the group."""
+    def start_assembling_on(self, root: int, part: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+        """Start to send every rank's ``part`` to rank ``root`` of the group; return a function that waits for it. Collective.
+
+        The function returns the whole, of ``shape``, on ``root``, and None elsewhere. ``part`` must not change until then.
+        """
         if self.replicated or self.group.size == 1:
-            return part.reshape(self.shape) if self.group.rank == root else None
-        part = part.contiguous()
+            return lambda: part.reshape(self.shape) if self.group.rank == root else None
+        own = part.contiguous()
         if self.group.rank != root:
-            self.group.exchange([(part, root)], []).wait()  # empty ones too: all members take part
-            return None
+            sending = self.group.exchange([(own, root)], [])  # empty ones too: all members take part
+            return lambda: _after(sending, None, keep=own)
         whole = torch.empty(self.numel, dtype=part.dtype, device=part.device)
-        whole[self.start : self.end] = part
+        whole[self.start : self.end] = own
         others = [(whole[start:end], i) for i, (start, end) in enumerate(self.ranges) if i != root]
-        self.group.exchange([], others).wait()
-        return whole.view(self.shape)
+        receiving = self.group.exchange([], others)
+        return lambda: _after(receiving, whole.view(self.shape))
 
     def joined(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if it can."""
@@ -145,3 +148,10 @@ def _contiguous(ranges: Sequence[tuple[int, int]], longest: int) -> bool:
         (start, end) == (min(i * longest, numel), min((i + 1) * longest, numel))
         for i, (start, end) in enumerate(ranges)
     )
+
+
+def _after(work: Work, result: torch.Tensor | None, keep: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Wait for ``work``, which reads ``keep``, and return ``result``."""
+    work.wait()
+    del keep
+    return result

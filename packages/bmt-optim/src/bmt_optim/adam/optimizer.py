@@ -191,8 +191,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         # parameters, and move them to the parameters' device.
         super().load_state_dict({**with_all_options(self, state_dict), "state": {}})
         for p, index in zip(params, indices, strict=True):
-            if index in saved:
-                self.load_portable_state(p, saved[index])
+            if index in saved:  # into nothing: what is loaded may be the states of other parameters
+                self._load_copy(p, saved[index], {})
 
     def portable_state(self, p: torch.nn.Parameter) -> State:
         """Return the state of ``p`` with its master whole: what is stored for any setting and any number of ranks."""
@@ -206,12 +206,19 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Take over a copy of what :meth:`portable_state` returned, or of a state with a remainder; empty: none."""
+        """Take over a copy of what :meth:`portable_state` returned, or of a state with a remainder; empty: none.
+
+        It is copied into the tensors that are there, where they fit, so that no memory is taken for both.
+        """
+        self._load_copy(p, state, self.state.get(p, {}))
+
+    def _load_copy(self, p: torch.nn.Parameter, state: Mapping[str, Any], into: Mapping[str, Any]) -> None:
         self._wait_despite_errors()
         self.state.pop(p, None)
         self._stepped.pop(p, None)
+        self._plan = UpdatePlan()  # it holds the state of before, of which parts may be of no more use
         if state:
-            self.state[p] = copied_state(state, p, self._state_device(p))
+            self.state[p] = copied_state(state, p, self._state_device(p), into)
 
     def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
         return complaint_about(shapes, shape)

@@ -75,12 +75,22 @@ def followed_master(master: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return torch.where(is_rounding, master, value.to(master.dtype))
 
 
-def copied_state(state: Mapping[str, Any], p: torch.nn.Parameter, device: torch.device) -> State:
-    """Return a copy of a state of ``p`` with all tensors on ``device``, those of floating point in float32 or wider."""
+def copied_state(
+    state: Mapping[str, Any], p: torch.nn.Parameter, device: torch.device, into: Mapping[str, Any]
+) -> State:
+    """Return a copy of a state of ``p`` with all tensors on ``device``, those of floating point in float32 or wider.
+
+    It is in the tensors of ``into`` that have such a shape, dtype and device, and in new ones for the others.
+    """
     wide = torch.promote_types(p.dtype, torch.float32)
-    return {
-        key: value.detach().to(device=device, dtype=wide if value.is_floating_point() else value.dtype, copy=True)
-        if isinstance(value, torch.Tensor)
-        else value
-        for key, value in state.items()
-    }
+    copied: State = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            dtype, there = wide if value.is_floating_point() else value.dtype, into.get(key)
+            place = (value.shape, dtype, device)
+            if isinstance(there, torch.Tensor) and (there.shape, there.dtype, there.device) == place:
+                value = there.copy_(value.detach())
+            else:
+                value = value.detach().to(device=device, dtype=dtype, copy=True)
+        copied[key] = value
+    return copied

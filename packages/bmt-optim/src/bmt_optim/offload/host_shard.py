@@ -65,6 +65,10 @@ class HostShard:
         """Note that the host's weights are those of ``params`` in their present versions, or will be when an update is done."""
         self._versions.update(zip(params, [p._version for p in params], strict=True))
 
+    def forget_version(self, p: torch.nn.Parameter) -> None:
+        """Let the next step read ``p`` again, because its master was replaced."""
+        self._versions.pop(p, None)
+
     def adopt(self, p: torch.nn.Parameter, state: State) -> None:
         """Move ``state`` of ``p``, new or loaded or of an earlier shard, into this memory; make its tensors views of it."""
         views = self.views[p]

@@ -135,6 +135,8 @@ class AdamOffloadOptimizer(AdamOptimizer):
         A failed step is forgotten when the states of all that it should have stepped were loaded: load the parameters too.
         """
         super().load_portable_state(p, state)
+        if p in self._shards:
+            self._shards[p].forget_version(p)
         for update in self._under_way:
             update.note_loaded([p])
 

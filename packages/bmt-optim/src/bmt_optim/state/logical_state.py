@@ -122,21 +122,33 @@ def scatter(
     named_parameters: Named | None,
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective."""
+    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective.
+
+    Only what cannot be known before, such as an error of the disk, raises after the first state was replaced.
+    """
     group = world()
     parameters, infos, is_on_all_ranks = _compare(optimizers, named_parameters, state)
+    failure: Exception | None = None
     for name in infos:  # also of parameters that only others have: all ranks broadcast in one order
         parameter = parameters.get(name)
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
-            value: Any = _read(state.get(name, {}).get(key)) if info.is_large else info.small
+            value: Any = info.small
+            if info.is_large and failure is None and (is_on_all_ranks or group.rank == 0):
+                try:
+                    value = _read(state.get(name, {}).get(key))
+                except Exception as error:  # the others go on, to the end, where all raise
+                    failure = error
             if info.is_large and not is_on_all_ranks:
                 value = _broadcast(value, info.shape, info.dtype, group, 0)
-            if parameter is not None:
+            if parameter is not None and failure is None:
                 is_number = info.shape is None or (not info.is_large and info.shape != parameter.shape)
                 new[key] = parameter.number(key, value) if is_number else parameter.part(value)
-        if parameter is not None:
+        if parameter is not None and failure is None:
             parameter.optimizer.load_portable_state(parameter.p, new)
+    with collective_section(group, "loading the optimizer state"):
+        if failure is not None:
+            raise failure
 
 
 def _compare(
@@ -375,8 +387,7 @@ def _broadcast(
 ) -> torch.Tensor:
     assert shape is not None
     buffer = torch.empty(shape, dtype=dtype, device=current().device)
-    if group.rank == src:
-        assert source is not None
+    if group.rank == src and source is not None:  # None: it could not be read, and all raise at the end
         buffer.copy_(source)
     group.broadcast(buffer, src).wait()
     return buffer
