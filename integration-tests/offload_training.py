@@ -109,9 +109,12 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def both(kind: Any, dtype: torch.dtype) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
+def both(
+    kind: Any, dtype: torch.dtype, every: int = 1
+) -> list[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
+    """Train with both optimizers; return the settings and both models' parameters of each training, or of each ``every``-th."""
     results = []
-    for level, settings in itertools.product(range(4), SETTINGS):
+    for level, settings in itertools.islice(itertools.product(range(4), SETTINGS), 0, None, every):
         trainings = [Training(which, level=level, dtype=dtype, **settings) for which in (AdamOptimizer, kind)]
         for training in trainings:
             for number in range(4):

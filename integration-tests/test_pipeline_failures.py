@@ -161,3 +161,30 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
         if act is interrupt:
             told = "Stage 1 of the pipeline (rank 2) failed in the computation of a step: Traceback"
             assert told in outcome.error_message and "no luck" in outcome.error_message, outcome
+
+
+def errors_of_two_steps() -> list[str]:
+    """What is raised by the first and the third step, in which stage 1 of every pipeline fails."""
+    model = Piped(4, 3, True)
+    step, errors = 0, []
+
+    def fail_sometimes(*_: Any) -> None:
+        if step != 1 and current().topology.axis_rank("pp") == 1:
+            raise Interrupt(f"no luck in step {step}")
+
+    model.layers.layers()[0].register_forward_hook(fail_sometimes)
+    for step, (ids, targets) in enumerate(zip(*text(), strict=True)):  # noqa: B007
+        try:
+            train_step(model, loss_of, (ids, targets), "1f1b", 4)
+        except Exception as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_pipelines_that_all_failed_go_on_and_name_the_next_failure() -> None:
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
+    for errors in run_ranks(errors_of_two_steps, 4, init=init):
+        assert [[f"no luck in step {step}" in error for step in (0, 2)] for error in errors[:2]] == [
+            [True, False],
+            [False, True],
+        ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from bench.case import DTYPES, Case
 from bench.models import SIZES
 from bench.ours import Bmt
+from bench.pipelines import SCHEDULES
 from bench.toolkits import TOOLKITS
 
 OURS = "bmt"
@@ -25,6 +26,9 @@ class Options:
     recompute: bool
     compile: bool
     tp: int
+    pp: int
+    micro_batch: int
+    schedule: str
     batch: tuple[int, ...]
     dtype: str
     reduce_dtype: str | None
@@ -69,6 +73,9 @@ class Options:
             reduce_dtype=self.reduce_dtype if is_ours else self.peer_reduce_dtype,
             optimizer=self.optimizer if is_ours else "torch AdamW, fused",
             tp=self.tp,
+            pp=self.pp,
+            micro_batch=self.micro_batch,
+            schedule=self.schedule,
             batch=batch,
             warmup=self.warmup,
             steps=self.steps,
@@ -94,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--recompute", action=argparse.BooleanOptionalAction, default=True, help="recompute every block in backward")
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile each block")
     add("--tp", type=int, default=1, metavar="N", help="ranks over which bmt-tp and dtensor cut every layer")
+    add("--pp", type=int, default=1, metavar="N", help="stages of the pipelines of bmt-pp")
+    add("--micro-batch", type=int, default=2, metavar="N", help="sequences in a micro-batch of a pipeline")
+    add("--schedule", choices=SCHEDULES, default="zbv", help="of the pipelines")
     add("--batch", type=_integers, default=(1,), metavar="N[,N...]", help="sequences per rank")
     add("--dtype", choices=DTYPES, default="bf16", help="of computation; peers keep float32 parameters")
     add("--reduce-dtype", choices=("param", "fp32", "fp32-sum"), help="of bmt's gradients; None: as the engine does")

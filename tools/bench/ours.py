@@ -35,7 +35,11 @@ class Bmt(Training):
         self.model = build_gpt(
             case.shape, dtype=dtype, rounded_to=dtype, device=device, shard=shard, chain=bmt.TransformerBlockList
         )
-        self.optimizer = bmt.optim.create(
+        self.optimizer = self.make_optimizer(case)
+
+    def make_optimizer(self, case: Case) -> torch.optim.Optimizer:
+        """Return the optimizer of the case, for the model."""
+        return bmt.optim.create(
             case.optimizer, self.model.parameters(), lr=learning_rate(case.shape), **optimizer_settings(case.optimizer)
         )
 

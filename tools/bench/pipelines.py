@@ -52,6 +52,7 @@ class Setting:
     micro_batch: int
     recompute: bool
     level: int
+    reduce_dtype: Any = "param"
 
     def unit(self, make: type[nn.Module], number: int) -> nn.Module:
         """Return unit ``number`` of the model: embeddings, then blocks, then the head. It is whole, with its values."""
@@ -208,7 +209,7 @@ class PipelinedGPT(PipelineModel):
             zero_level=setting.level,
             initialized=True,
             mode="PIPE",
-            reduce_dtype="param",
+            reduce_dtype=setting.reduce_dtype,
         )
 
 
@@ -311,3 +312,4 @@ VARIANTS = {
         kind=BmtPipeline, schedule="zero-bubble", planned="zero-bubble", chunks=2, placement=Placement.V
     ),
 }
+SCHEDULES = tuple(name.removeprefix("bmt ") for name, variant in VARIANTS.items() if variant.kind is BmtPipeline)

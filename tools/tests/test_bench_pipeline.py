@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import pipeline
+from bench import pipeline, run
 from bench.models import SIZES
 from bench.pipeline import Figures, bubble_in_theory, format_table
 from bench.pipelines import ALONE, VARIANTS, Setting
@@ -55,6 +55,16 @@ def test_all_variants_compute_the_same_model(tmp_path: Path) -> None:
         busy = [one + other for one, other in zip(alone["forward_seconds"], alone["backward_seconds"], strict=True)]
         assert record["of_alone"] == pytest.approx(max(busy) * 4 / record["step_seconds"])
         assert record["bubble"] == pytest.approx(1 - sum(busy) / 2 * 4 / record["step_seconds"])
+
+
+def test_pipelined_training_is_that_of_zero(tmp_path: Path) -> None:
+    output = tmp_path / "records.jsonl"
+    options = "--size tiny --pp 2 --micro-batch 1 --schedule 1f1b --dtype fp32 --batch 2 --toolkits bmt,bmt-pp --warmup 1 --steps 5"
+    assert run_ranks(run.main, 2, [*options.split(), "--device", "cpu", "--output", str(output)], init=None) == [0, 0]
+    zero, pipelined = (json.loads(line) for line in output.read_text().splitlines())
+    assert (pipelined["toolkit"], pipelined["pp"], pipelined["schedule"]) == ("bmt-pp", 2, "1f1b")
+    assert pipelined["losses"] == pytest.approx(zero["losses"], rel=1e-6)
+    assert pipelined["tokens_per_second"] == pytest.approx(2 * SIZES["tiny"].sequence / pipelined["step_seconds"])
 
 
 def test_variant_that_cannot_run_does_not_end_the_others(tmp_path: Path) -> None:

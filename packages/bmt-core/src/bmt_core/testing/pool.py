@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import pickle
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -76,8 +77,7 @@ class RankPool:
         for listener in _listeners:
             listener(self.world_size)
         # In this process, as torchrun keeps it in its agent, so that it outlives every rank.
-        patience = timedelta(seconds=timeout + grace)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+        store = _serve_store(timedelta(seconds=timeout + grace))
         workers = self._workers.take(self.world_size)
         for rank, worker in enumerate(workers):
             rank_env = {**_rank_environment(rank, self.world_size, store.port), **(env or {})}
@@ -105,6 +105,24 @@ def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, **options: Any)
 def on_run(listener: Callable[[int], None]) -> None:
     """Call ``listener(world_size)`` at the start of every run of any pool."""
     _listeners.append(listener)
+
+
+def _serve_store(patience: timedelta) -> TCPStore:
+    """Serve a store on a port of 127.0.0.1 that the operating system chooses.
+
+    On a socket that torch opens, ranks have addresses of IPv6. Torch looks up their names, not to be found in /etc/hosts, and a
+    run begins when the name server has answered.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=patience,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 def _finish(workers: Sequence[Worker], timeout: float, grace: float) -> None:
