@@ -146,9 +146,7 @@ class TorchGroup(Group):
         sent, received = _sendable(outgoing), _sendable(incoming)
         sizes_sent, sizes_received = [0] * self.size, [0] * self.size
         sizes_sent[dst], sizes_received[src] = sent.shape[0], received.shape[0]
-        work = _all_to_all_single(
-            self.process_group, received, sent, sizes_received, sizes_sent, _ON_CURRENT_STREAM
-        )
+        work = _all_to_all_single(self.process_group, received, sent, sizes_received, sizes_sent, _ON_CURRENT_STREAM)
         if work is not None:
             work.wait()
 

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+
 from bmt_core.errors import BmtError
 
 
