@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_a_directory_that_is_damaged_or_hostile_is_an_error_that_names_it(tmp_pa
     whole, values = metadata.read_bytes(), data.read_bytes()
     changes = {
         "posix.mkdir has no place": lambda: metadata.write_bytes(pickle.dumps(Attack(tmp_path / "attacked"))),
+        "this.s has no place": lambda: metadata.write_bytes(b"cthis\ns\n."),
         "Unpickling": lambda: metadata.write_bytes(b"nonsense"),
         "names the file '../x": lambda: metadata.write_bytes(whole.replace(data.name.encode(), b"../xx.distcp")),
         "which is not there": lambda: data.unlink(),
@@ -89,6 +91,7 @@ def test_a_directory_that_is_damaged_or_hostile_is_an_error_that_names_it(tmp_pa
         with pytest.raises(CheckpointError, match=message):
             bmt_core.load(plain_net(), tmp_path / "model.dcp")
     assert not (tmp_path / "attacked").exists()
+    assert "this" not in sys.modules  # a module of Python that prints when it is imported
     torch.save({"embedding": torch.zeros(7, 5)}, tmp_path / "file.dcp")
     with pytest.raises(CheckpointError, match=r"\.metadata is missing"):
         bmt_core.load(plain_net(), tmp_path / "file.dcp")

@@ -353,6 +353,20 @@ def test_a_directory_keeps_other_files_and_no_files_of_the_former_model(tmp_path
         assert_is_plain_net(read_directory(tmp_path))
 
 
+def save_to_a_directory_of_each_rank(folder: str) -> str:
+    with pytest.raises(CheckpointError) as error:
+        bmt_core.save(distributed_net(), f"{folder}/{bmt_core.rank()}", format="safetensors")
+    return str(error.value)
+
+
+def test_a_directory_that_ranks_do_not_share_is_an_error_and_no_model(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    for message in run_ranks(save_to_a_directory_of_each_rank, 2, str(tmp_path)):
+        assert "Save to a directory that all ranks share" in message
+    assert [path.name for path in tmp_path.glob("*/*")] == []
+
+
 def save_directory_in_background(good: str, bad: str) -> list[Any]:
     model = distributed_net()
     bmt_core.save(model, good, non_blocking=True)
