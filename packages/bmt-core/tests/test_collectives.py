@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import bmt_core
+from bmt_core.comm.torch_backend import TorchGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import collectives as distributed
 from bmt_core.testing import run_ranks
@@ -190,6 +191,23 @@ def on_any_tensor() -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_slices_transposed_empty_and_0_dim_tensors_of_every_dtype(world_size: int) -> None:
     run_ranks(on_any_tensor, world_size)
+
+
+def swapped_around_the_ring() -> None:
+    """What an exchange of one tensor for another does on a device, here by gloo."""
+    group = bmt_core.current().world
+    assert isinstance(group, TorchGroup)
+    for step in range(1, group.size):
+        to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
+        for dtype in (torch.bfloat16, torch.int64):  # one that NCCL and gloo know, and one that travels as bytes
+            for shape in ((3, 2), ()):
+                incoming = torch.empty(shape, dtype=dtype)
+                group._swap(torch.full(shape, group.rank, dtype=dtype), to, incoming, source)
+                assert torch.equal(incoming, torch.full(shape, source, dtype=dtype))
+
+
+def test_swap_sends_to_one_rank_and_receives_from_another() -> None:
+    run_ranks(swapped_around_the_ring, 3)
 
 
 def groups_of_one() -> list[list[float]]:

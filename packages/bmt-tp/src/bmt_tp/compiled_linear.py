@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
-from bmt_tp.tensor_group import tensor_size
+from bmt_tp.tensor_group import tensor_ranks
 
 _library = torch.library.Library("bmt_tp", "DEF")  # type: ignore[no-untyped-call]
 _FORWARD = "(Tensor input, Tensor weight, Tensor? bias, bool option, int? chunks) -> Tensor"
@@ -91,7 +91,7 @@ def _fake_forward(column: bool) -> Any:
     def shaped(
         input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, option: bool, chunks: int | None
     ) -> torch.Tensor:
-        rows, size = input.shape[0], tensor_size() if option else 1
+        rows, size = input.shape[0], tensor_ranks().size if option else 1
         return input.new_empty((rows * size if column else rows // size, *input.shape[1:-1], weight.shape[0]))
 
     return shaped

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
 
-from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.modules.layer_gradients import GradientWriter, LayerGradients
 from bmt_tp.compiled_linear import CompiledLinear
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
-from bmt_tp.tensor_group import tensor_group
+from bmt_tp.tensor_group import tensor_ranks
 
 
 class ReduceType(IntEnum):
@@ -98,23 +97,23 @@ def parallel_linear(
     Raises ``ValueError`` for shapes or dtypes that do not fit, :class:`ConfigError` for options that contradict each other. These
     are alike on all ranks, so that all raise, before anything is communicated.
     """
-    group = tensor_group()
-    if group.size == 1:
+    ranks = tensor_ranks()
+    if ranks.size == 1:
         return linear(input, weight, bias)
     _check_options(gather_input, gather_output, split_input, reduce_output_type, chunks)
-    _check_shapes(input, weight, bias, group, split_input)
+    _check_shapes(input, weight, bias, ranks.size, split_input)
     input, weight, bias = _as_autocast(input, weight, bias)
     _check_dtypes(input, weight, bias)
     if reduce_output_type is None:
         output = _applied(True, input, weight, bias, gather_input, chunks, gradients)
-        return gather_features(output, group) if gather_output else output
+        return gather_features(output, ranks.group) if gather_output else output
     if split_input:
-        input = rows_to_features(input, group) if gather_input else own_features(input, group)
+        input = rows_to_features(input, ranks.group) if gather_input else own_features(input, ranks.group)
     scattered = reduce_output_type == ReduceType.REDUCE_SCATTER
-    if scattered and len(input) % group.size:
+    if scattered and input.shape[0] % ranks.size:
         raise ValueError(
-            f"The output has {len(input)} rows, which cannot be scattered evenly over {group.size} ranks."
-            f" Pad them to {-(-len(input) // group.size) * group.size}, or use ReduceType.ALL_REDUCE."
+            f"The output has {len(input)} rows, which cannot be scattered evenly over {ranks.size} ranks."
+            f" Pad them to {-(-len(input) // ranks.size) * ranks.size}, or use ReduceType.ALL_REDUCE."
         )
     return _applied(False, input, weight, bias, scattered, chunks, gradients)
 
@@ -134,54 +133,59 @@ def _applied(
     writer = None if gradients is None else gradients.writer(input, weight, bias)
     if writer is not None:
         writer.begin_forward(input)
-    output: torch.Tensor = _ParallelLinear.apply(input, weight, bias, column, option, chunks, writer)  # type: ignore[no-untyped-call]
+    call = _Call(column, option, chunks, writer)
+    output: torch.Tensor = _ParallelLinear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call]
     if writer is not None:
         writer.end_forward()
     return output
 
 
-class _ParallelLinear(torch.autograd.Function):
+class _Call(NamedTuple):
     """``column``: the weight's output features are spread over the ranks, and ``option`` is ``gather_input``; otherwise its input
     features are, and ``option`` says whether the output is scattered.
     """
 
+    column: bool
+    option: bool
+    chunks: int | None
+    writer: GradientWriter | None
+
+
+class _ParallelLinear(torch.autograd.Function):
+    """(input, weight, bias, call) -> output. One object for all that is no tensor: torch looks at every argument."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        column: bool,
-        option: bool,
-        chunks: int | None,
-        writer: GradientWriter | None,
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call
     ) -> torch.Tensor:
-        ctx.column, ctx.option, ctx.chunks, ctx.writer = column, option, chunks, writer
-        if writer is None:
+        ctx.call = call
+        if call.writer is None:
             ctx.save_for_backward(input, weight)
         else:  # who has the weight's values there when backward runs
             ctx.save_for_backward(input)
             ctx.weight = weight
         # Detached: a product of more than two dimensions is a view, and what follows may modify it in place.
-        return (column_forward if column else row_forward)(input, weight, bias, option, chunks).detach()
+        forward = column_forward if call.column else row_forward
+        return forward(input, weight, bias, call.option, call.chunks).detach()
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
-        if ctx.writer is not None:
-            ctx.writer.begin_backward()  # backward may not have come through the block's outputs
+        call = ctx.call
+        if call.writer is not None:
+            call.writer.begin_backward()  # backward may not have come through the block's outputs
         input, *weight = ctx.saved_tensors
-        backward = column_backward if ctx.column else row_backward
+        backward = column_backward if call.column else row_backward
         found = backward(
             grads[0],
             input,
             weight[0] if weight else ctx.weight,
-            ctx.option,
-            ctx.chunks,
+            call.option,
+            call.chunks,
             ctx.needs_input_grad[:3],
-            ctx.writer,
+            call.writer,
         )
-        return *found, None, None, None, None
+        return *found, None
 
 
 def _as_autocast(
@@ -220,14 +224,14 @@ def _check_shapes(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    group: Group,
+    size: int,
     split_input: bool,
 ) -> None:
-    expected = weight.shape[1] * (group.size if split_input else 1)
+    expected = weight.shape[1] * (size if split_input else 1)
     if input.dim() < 2 or input.shape[-1] != expected:
         raise ValueError(
             f"Expected an input (rows, ..., {expected}) for this rank's weight of shape {tuple(weight.shape)},"
-            f" with tp_size={group.size}, not one of shape {tuple(input.shape)}."
+            f" with tp_size={size}, not one of shape {tuple(input.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"Expected a bias of shape ({weight.shape[0]},), not {tuple(bias.shape)}.")

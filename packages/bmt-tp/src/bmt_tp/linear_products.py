@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from bmt_core.modules.layer_gradients import GradientWriter
 from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_product
-from bmt_tp.tensor_group import tensor_group
+from bmt_tp.tensor_group import tensor_ranks
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Of the input, the weight and the bias; None where it was not asked for, or was written to where it is reduced from."""
@@ -30,7 +30,7 @@ def column_forward(
     if not gather_input:
         return linear(input, weight, bias)
     output = GatheredRows(_rows(input), chunks).times(weight.t(), bias)
-    return output.view(len(input) * tensor_group().size, *input.shape[1:-1], weight.shape[0])
+    return output.view(input.shape[0] * tensor_ranks().size, *input.shape[1:-1], weight.shape[0])
 
 
 def column_backward(
@@ -63,7 +63,7 @@ def row_forward(
     """Return the sum over the ranks of their products: of this rank's rows if ``scattered``, else of all rows."""
     start = summed_product if scattered else reduced_product
     output = start(_rows(input), weight.t(), bias, chunks)()
-    rows = len(input) // tensor_group().size if scattered else len(input)
+    rows = input.shape[0] // tensor_ranks().size if scattered else input.shape[0]
     return output.view(rows, *input.shape[1:-1], weight.shape[0])
 
 
@@ -98,8 +98,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(rows: torch.Tensor) -> torch.Tensor:
-    group = tensor_group()
-    return rows.tensor_split(group.size)[group.rank]
+    ranks = tensor_ranks()
+    return rows.tensor_split(ranks.size)[ranks.rank]
 
 
 def _weight_gradient(grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from bmt_core.comm.protocols import Group
 from bmt_core.run.lanes import Mark
-from bmt_tp.tensor_group import tensor_ranks
+from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 MIN_ROWS = 2048
 """Rows of the smallest piece on CUDA. A product of fewer rows does not keep the device busy, and costs more than it hides."""
@@ -70,33 +69,34 @@ class GatheredRows:
     """
 
     def __init__(self, rows: torch.Tensor, chunks: int | None = 1) -> None:
-        group, lane, in_lane = tensor_ranks()
-        self._rank = group.rank
+        ranks = tensor_ranks()
+        self._rank = ranks.rank
         self._own = rows.contiguous()
-        self._all = rows.new_empty((group.size, *rows.shape))
-        lane.after(lane.here())
-        self._pieces = _pieces(group, rows, chunks)
+        self._all = rows.new_empty((ranks.size, *rows.shape))
+        self._of_ranks = self._all.unbind()
+        ranks.lane.after(ranks.lane.here())
+        self._pieces = _pieces(ranks, rows, chunks)
         self._under_way = UnderWay()
         for to, source, part in self._pieces:
-            incoming = _part(self._all[source], part)
-            start = functools.partial(in_lane.exchange, [(_part(self._own, part), to)], [(incoming, source)])
-            self._under_way.add(lane.run(start), self._own, self._all)
+            incoming = _part(self._of_ranks[source], part)
+            start = functools.partial(ranks.in_lane.exchange, [(_part(self._own, part), to)], [(incoming, source)])
+            self._under_way.add(ranks.lane.run(start), self._own, self._all)
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
         self._under_way.wait()
-        self._all[self._rank] = self._own
+        self._of_ranks[self._rank].copy_(self._own)
         return self._all.flatten(0, 1)
 
     def times(self, factor: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``rows factor + bias`` of all ranks' rows, (W * rows, out)."""
-        size, rows, _ = self._all.shape
-        output = self._own.new_empty((size, rows, factor.shape[1]))
-        _product(self._own, factor, bias, output[self._rank])
+        """Return ``rows factor + bias`` of all ranks' rows, (W, rows, out)."""
+        output = self._own.new_empty((*self._all.shape[:2], factor.shape[1]))
+        of_ranks = output.unbind()
+        _product(self._own, factor, bias, of_ranks[self._rank])
         for _, source, part in self._pieces:
             self._under_way.wait_for_next()
-            _product(_part(self._all[source], part), factor, bias, _part(output[source], part))
-        return output.flatten(0, 1)
+            _product(_part(self._of_ranks[source], part), factor, bias, _part(of_ranks[source], part))
+        return output
 
 
 def summed_product(
@@ -107,22 +107,23 @@ def summed_product(
     Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. Collective. Volume: each
     rank sends (W - 1) * rows.
     """
-    group, lane, in_lane = tensor_ranks()
-    inputs = input.unflatten(0, (group.size, -1))  # type: ignore[no-untyped-call]
-    shape = (group.size, inputs.shape[1], factor.shape[1])
-    parts, sent = input.new_empty(shape), input.new_empty(shape)
+    ranks = tensor_ranks()
+    inputs = input.chunk(ranks.size)
+    shape = (ranks.size, inputs[0].shape[0], factor.shape[1])
+    all_parts, all_sent = input.new_empty(shape), input.new_empty(shape)
+    parts, sent = all_parts.unbind(), all_sent.unbind()
     under_way = UnderWay()
-    for to, source, part in _pieces(group, inputs[0], chunks):
+    for to, source, part in _pieces(ranks, inputs[0], chunks):
         outgoing = _part(sent[to], part)
         _product(_part(inputs[to], part), factor, None, outgoing)
-        lane.after(lane.here())
-        start = functools.partial(in_lane.exchange, [(outgoing, to)], [(_part(parts[source], part), source)])
-        under_way.add(lane.run(start), sent, parts)
-    _product(inputs[group.rank], factor, bias, parts[group.rank])
+        ranks.lane.after(ranks.lane.here())
+        start = functools.partial(ranks.in_lane.exchange, [(outgoing, to)], [(_part(parts[source], part), source)])
+        under_way.add(ranks.lane.run(start), all_sent, all_parts)
+    _product(inputs[ranks.rank], factor, bias, parts[ranks.rank])
 
     def wait() -> torch.Tensor:
         under_way.wait()
-        return parts[0] + parts[1] if group.size == 2 else parts.sum(0)
+        return parts[0] + parts[1] if len(parts) == 2 else all_parts.sum(0)
 
     return wait
 
@@ -137,14 +138,14 @@ def reduced_product(
     The rows are computed in ``chunks``, each of which is summed while the next is computed. Collective. Volume: an
     all-reduce of n * out.
     """
-    _, lane, in_lane = tensor_ranks()
+    ranks = tensor_ranks()
     output = input.new_empty((len(input), factor.shape[1]))
     under_way = UnderWay()
     for part in _parts(len(input), chunks, _min_rows(input)):
         summed = _part(output, part)
         _product(_part(input, part), factor, None, summed)
-        lane.after(lane.here())
-        under_way.add(lane.run(functools.partial(in_lane.all_reduce, summed)), output)
+        ranks.lane.after(ranks.lane.here())
+        under_way.add(ranks.lane.run(functools.partial(ranks.in_lane.all_reduce, summed)), output)
 
     def wait() -> torch.Tensor:
         under_way.wait()
@@ -164,9 +165,9 @@ def _part(rows: torch.Tensor, part: slice | None) -> torch.Tensor:
     return rows if part is None else rows[part]
 
 
-def _pieces(group: Group, rows: torch.Tensor, chunks: int | None) -> tuple[Piece, ...]:
+def _pieces(ranks: TensorRanks, rows: torch.Tensor, chunks: int | None) -> tuple[Piece, ...]:
     """Return the exchanges of ``rows`` of each rank, in the order of the pieces: see the note on it."""
-    return _pieces_of(group.rank, group.size, len(rows), chunks, _min_rows(rows))
+    return _pieces_of(ranks.rank, ranks.size, rows.shape[0], chunks, _min_rows(rows))
 
 
 @functools.lru_cache(maxsize=4096)

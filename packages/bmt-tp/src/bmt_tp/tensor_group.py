@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.lanes import Lane
-from bmt_core.run.runtime import Runtime, current
+from bmt_core.run.runtime import current
 
 AXIS = "tp"
 
 
 class TensorRanks(NamedTuple):
-    """The tensor-parallel group, the lane in which activations travel beside the products, and the group of that lane."""
+    """The tensor-parallel group, the lane in which activations travel beside the products, and the group of that lane.
+
+    ``size`` and ``rank`` are those of the group.
+    """
 
     group: Group
     lane: Lane
     in_lane: Group
+    size: int
+    rank: int
 
 
 def tensor_ranks() -> TensorRanks:
-    """Return those of the current run. Every product asks for them, so they are looked up once."""
-    runtime = current()
-    found = _of_runs.get(runtime)
-    if found is None:
-        group, lane = tensor_group(), runtime.lanes.named(AXIS)
-        found = _of_runs[runtime] = TensorRanks(group, lane, lane.group(group))
-    return found
+    """Return those of the current run. Every product asks for them several times, so they are looked up once."""
+    return _ranks if _ranks is not None else _looked_up()
+
+
+_ranks: TensorRanks | None = None
+
+
+def _looked_up() -> TensorRanks:
+    global _ranks
+    runtime, group = current(), tensor_group()
+    lane = runtime.lanes.named(AXIS)
+    _ranks = TensorRanks(group, lane, lane.group(group), group.size, group.rank)
+    runtime.at_shutdown.append(_forget)
+    return _ranks
+
+
+def _forget() -> None:
+    global _ranks
+    _ranks = None
 
 
 def tensor_group() -> Group:
@@ -49,6 +65,3 @@ def own_share(total: int, what: str) -> int:
             f"{what} is {total}, which tp_size={size} does not divide. Choose a multiple of {size}, or another tp_size."
         )
     return total // size
-
-
-_of_runs: weakref.WeakKeyDictionary[Runtime, TensorRanks] = weakref.WeakKeyDictionary()

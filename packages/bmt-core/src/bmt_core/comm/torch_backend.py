@@ -33,6 +33,11 @@ from bmt_core.torch_internals import make_process_group
 # torch 2.13 renamed these two and deprecates the names that torch 2.11 has.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_to_all_single: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+
+_KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ON_CURRENT_STREAM = dist.AllToAllOptions()
+_ON_CURRENT_STREAM.asyncOp = False
 
 _CLOSED = "This group was given back by shutdown(). Call init_distributed() to start another run."
 _REDUCE_OPS = {
@@ -111,6 +116,9 @@ class TorchGroup(Group):
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
         """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
+        if len(sends) == len(recvs) == 1 and sends[0][0].is_cuda:
+            self._swap(*sends[0], *recvs[0])
+            return Finished()
         outgoing, incoming = ({peer: _bytes(tensor) for tensor, peer in batch} for batch in (sends, recvs))
         tensors = [*outgoing.values(), *incoming.values()]
         if tensors and tensors[0].is_cuda and len(outgoing) == len(sends) and len(incoming) == len(recvs):
@@ -128,6 +136,19 @@ class TorchGroup(Group):
         works: Any = dist.batch_isend_irecv(operations) if operations else []
         peers = sorted({self.ranks[peer] for _, peer in (*sends, *recvs)})
         return self._guarded(AllOf(works), f"an exchange with ranks {', '.join(map(str, peers))}")
+
+    def _swap(self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int) -> None:
+        """Send one tensor and receive one, on the current stream of a device: an all-to-all in which most parts are empty.
+
+        Tensor-parallel layers do so many times in each block. The process group is called itself, because torch's function around
+        it takes the host as long again.
+        """
+        sent, received = _sendable(outgoing), _sendable(incoming)
+        sizes_sent, sizes_received = [0] * self.size, [0] * self.size
+        sizes_sent[dst], sizes_received[src] = sent.shape[0], received.shape[0]
+        work = _all_to_all_single(self.process_group, received, sent, sizes_received, sizes_sent, _ON_CURRENT_STREAM)
+        if work is not None:
+            work.wait()
 
     def _guarded(self, work: Work, text: str) -> Work:
         return work if self._calls is None else _Guarded(work, self._calls, text)
@@ -331,6 +352,11 @@ class _UnderWay:
     def is_over(self) -> bool:
         """Whether the thread has used the tensors for the last time."""
         return self._work is None or self._work.is_completed()
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as it is, if NCCL and gloo know its dtype and it has rows to count, and else its bytes."""
+    return tensor if tensor.dtype in _KNOWN_DTYPES and tensor.dim() > 0 else _bytes(tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

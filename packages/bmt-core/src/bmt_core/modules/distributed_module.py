@@ -30,6 +30,8 @@ class DistributedModule(nn.Module):
             found = parameters.get(name)
             if isinstance(found, DistributedParameter) and not found._in_block:
                 return gather_once(found)
+            if found is not None:
+                return found
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -48,8 +48,7 @@ class _OutermostCall(threading.local):
 _call = _OutermostCall()
 
 
-@contextmanager
-def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> Iterator[None]:
+def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> AbstractContextManager[None]:
     """Surround a call of ``module``. Calls inside it share what is gathered, and the outermost one frees it at its end.
 
     The code draws the rank's own random numbers, unless ``own_random`` is False.
@@ -59,8 +58,12 @@ def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> 
             "A module was called inside whole_parameters(), where parameters may be read and written only. Call it after."
         )
     if _call.depth > 0 or not is_initialized():
-        yield
-        return
+        return nullcontext()
+    return _outermost_call(module, own_random=own_random)
+
+
+@contextmanager
+def _outermost_call(module: nn.Module | None, *, own_random: bool) -> Iterator[None]:
     with rank_random(current()) if own_random else nullcontext():
         _call.depth += 1
         ends: list[CallEnd] = []

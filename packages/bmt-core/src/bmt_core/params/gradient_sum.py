@@ -64,7 +64,7 @@ class GradientSum:
     @property
     def is_first(self) -> bool:
         """Whether there is no gradient to which the next one is to be added."""
-        return self._taken is None and not any([p.grad is not None for p in self._parameters])  # noqa: C419  # no call each
+        return self._taken is None and self._has_none
 
     def forget_if_cleared(self) -> None:
         """Free what is kept when the gradients it stands behind are gone, or when the pass that took them failed."""
@@ -158,6 +158,11 @@ class GradientSum:
         pieces = torch.split(flat, self._pieces)
         return [pieces[index] for index in self._indices]
 
+    @property
+    def _has_none(self) -> bool:
+        """Whether no parameter has a gradient."""
+        return not any([p.grad is not None for p in self._parameters])  # noqa: C419  # no call each
+
     def _wait(self) -> None:
         marks, self._marks = self._marks, []
         for mark in marks:
@@ -191,6 +196,8 @@ class GradientSum:
         return not any(others)
 
     def _add_what_came_meanwhile(self, flat: torch.Tensor, taken: Sequence[bool]) -> None:
+        if self._has_none:
+            return
         sums = flat if self._total is None else self._total
         present = [(v, p.grad) for v, p in zip(self._chosen(sums, taken), self._parameters, strict=True)]
         pairs = [(view, grad) for view, grad in present if view is not None and grad is not None]

@@ -91,11 +91,15 @@ class CudaLane(Lane):
 
     def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
         """See :meth:`Lane.run`."""
-        with _On(self.stream, self._device):
+        before = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self.stream)
+        try:
             start().wait()
             if then is not None:
                 then()
             mark: Mark = self.stream.record_event()
+        finally:
+            torch.cuda.set_stream(before)
         return mark
 
 

@@ -29,11 +29,10 @@ class FullGradients:
         total: torch.Tensor | None = None,
         takes_wide: bool = False,
     ) -> None:
-        self._group = group
         self._adds = total is not None
         self._takes = takes_wide or dtype == group.dtype
         self._flat = torch.empty(group.total, dtype=dtype, device=group.device) if total is None else total
-        self._views = group.views_of(self._flat)
+        self._views, self._gaps = group.views_and_gaps_of(self._flat)
         self._is_written = [self._adds] * len(self._views)
 
     def take(self, index: int, gradient: LayerGradient) -> bool:
@@ -54,7 +53,7 @@ class FullGradients:
         """
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
-        empty = self._group.gaps_of(self._flat)
+        empty = list(self._gaps)
         for view, grad, want, written in zip(self._views, grads, wanted, self._is_written, strict=True):
             if not want or (grad is None and not written):
                 empty.append(view)

@@ -114,13 +114,16 @@ class GradientReducer:
         reduced = self._output_for(full, stays=self.sum.is_first and self._output_dtype(full) == self._group.dtype)
         division = self._division(full, reduced)
         then = self.sum.take(reduced, needed, division.after)
-        self._lane.after(self._lane.here())
-        with named_in_trace(f"reduce {self._name}"):
-            done = self._lane.run(lambda: self._start(reduced, full, division), then)
-        self.in_flight.keep(self._name, full, done)
-        self.sum.ready_at(done)
+        if self._ranks.size == 1 and then is None and division.before == 1:
+            done = None  # the gradients of one rank are their sum, where the computation has written them
+        else:
+            self._lane.after(self._lane.here())
+            with named_in_trace(f"reduce {self._name}"):
+                done = self._lane.run(lambda: self._start(reduced, full, division), then)
+            self.in_flight.keep(self._name, full, done)
+            self.sum.ready_at(done)
         if self.watcher is not None and self.sum.flat is not None:
-            self.watcher(self.sum.flat, done)
+            self.watcher(self.sum.flat, self._lane.here() if done is None else done)
 
     def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
         """Return this rank's part of what ``full`` is reduced to; half types may come back as float32. Collective.

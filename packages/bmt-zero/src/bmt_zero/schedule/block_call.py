@@ -133,11 +133,16 @@ class BlockCall:
 
         The latter where they are added to what is held back: only then it is known which gradients the pass is to add to.
         """
-        if self.leaf is None or not accumulates(self.leaf):
+        reduces = self.use.last_backward
+        wanted = [
+            (number, group)
+            for number, group in enumerate(self.groups)
+            if postponing.gradients is not None or group.reducer.adds_products(reduces=reduces)
+        ]
+        if not wanted or self.leaf is None or not accumulates(self.leaf):
             return
-        for number, group in enumerate(self.groups):
-            adds = group.reducer.adds_products(reduces=self.use.last_backward)
-            if not group.group.is_hooked and (adds or postponing.gradients is not None):
+        for number, group in wanted:
+            if not group.group.is_hooked:
                 self._postponed[number] = PostponedGroup(group, self.block.may_free_memory_of)
 
     def take(self, location: Location, gradient: LayerGradient) -> bool:

@@ -64,15 +64,12 @@ class ParameterGroup:
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters' pieces of ``flat``, a tensor of the layout, in their shapes: fresh views at each call."""
-        pieces = unflatten(flat, self._like)
-        return [pieces[index] for index in self._places]
+        return self.views_and_gaps_of(flat)[0]
 
-    def gaps_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the pieces of ``flat``, a tensor of the layout, that belong to no parameter."""
-        if not self._gaps:
-            return []
+    def views_and_gaps_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return :meth:`views_of` ``flat``, and its pieces that belong to no parameter."""
         pieces = unflatten(flat, self._like)
-        return [pieces[index] for index in self._gaps]
+        return [pieces[index] for index in self._places], [pieces[index] for index in self._gaps]
 
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
         numels = [shape.numel() for shape in self.shapes]
