@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import pickle
+from multiprocessing.context import ForkServerContext, SpawnContext
+
+import torch
 
 from bmt_core.testing.job import Job
 from bmt_core.testing.outcome import Outcome
@@ -46,7 +50,7 @@ class Worker:
     """A rank's process, seen from the parent, and its current job."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.connection, jobs = context.Pipe()
         self._stacks, stacks = context.Pipe(duplex=False)
         self._process = context.Process(target=serve, args=(jobs, stacks), daemon=True)
@@ -141,3 +145,17 @@ class Worker:
         while chunk := os.read(self._stacks.fileno(), 65536):
             chunks.append(chunk)
         return b"".join(chunks).decode(errors="replace")
+
+
+@functools.cache
+def _context() -> ForkServerContext | SpawnContext:
+    """Return what starts processes: forks of one that has imported torch, which takes each new one seconds.
+
+    Where torch knows CUDA, every process imports it by itself: one that has asked for a GPU cannot be forked.
+    """
+    if torch.version.cuda is not None:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # The former imports the compiler, as torch does with the first optimizer.
+    context.set_forkserver_preload(["torch.distributed.pipelining", "bmt_core.testing.rank_process"])
+    return context
