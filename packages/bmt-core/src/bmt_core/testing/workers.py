@@ -151,7 +151,8 @@ class Worker:
 def _context() -> ForkServerContext | SpawnContext:
     """Return what starts processes: forks of one that has imported torch, which takes each new one seconds.
 
-    Where torch knows CUDA, every process imports it by itself: one that has asked for a GPU cannot be forked.
+    Where torch knows CUDA, every process imports it by itself: one that has asked for a GPU cannot be forked. Forks share their
+    seed of hashes, so sets have one order on all ranks; ranks that torchrun starts have orders of their own.
     """
     if torch.version.cuda is not None:
         return multiprocessing.get_context("spawn")
