@@ -49,7 +49,7 @@ class Uses(nn.Module):
         self.places = nn.Embedding(4, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.places(torch.arange(x.shape[1]))
+        x = x + self.places(torch.arange(x.shape[1], device=x.device))
         hidden = torch.tanh(self.norm(self.up(x))) * torch.sigmoid(self.gate(x))
         x = x + self.down(hidden.flatten(0, 1)).view_as(x)
         x = self.twice(torch.tanh(self.twice(x)))
