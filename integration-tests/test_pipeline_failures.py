@@ -146,14 +146,19 @@ def test_a_rank_that_is_gone_or_stops_is_named(how: str, schedule: str | None, w
     assert f"Look at the output of rank {stage}" in left.error_message
 
 
-@pytest.mark.parametrize(("act", "schedule", "where"), [(interrupt, "1f1b", "backward"), (leave, None, "forward")])
+@pytest.mark.parametrize(
+    ("act", "schedule", "where"),
+    [(interrupt, "1f1b", "backward"), (leave, None, "forward"), (stop, "1f1b", "forward")],
+)
 def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
     act: Callable[..., Any], schedule: str | None, where: str
 ) -> None:
     """Rank 2 is stage 1 of the first of two pipelines; rank 3 has the same layers, in the other one."""
-    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
-    outcomes = rank_pool(4).outcomes(run, schedule, where, 1, 1, act, init=init, timeout=100)
-    assert outcomes[2].error_type == {interrupt: "Interrupt", leave: "Died"}[act]
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 3 if act is stop else 30}
+    # A rank that stops never ends by itself. The others have begun to wait when the first of them ends.
+    grace = 3.0 if act is stop else 20.0
+    outcomes = rank_pool(4).outcomes(run, schedule, where, 1, 1, act, init=init, timeout=100, grace=grace)
+    assert outcomes[2].error_type == {interrupt: "Interrupt", leave: "Died", stop: "Hung"}[act]
     for rank in (0, 1, 3):
         outcome = outcomes[rank]
         assert outcome.error_type in ("RemoteError", "CallError"), outcome
@@ -161,6 +166,9 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
         if act is interrupt:
             told = "Stage 1 of the pipeline (rank 2) failed in the computation of a step: Traceback"
             assert told in outcome.error_message and "no luck" in outcome.error_message, outcome
+        if act is stop:
+            assert "waited for stage 1 (rank 2) to" in outcome.error_message, outcome
+            assert "Look at the output of rank 2" in outcome.error_message, outcome
 
 
 def errors_of_two_steps() -> list[str]:
