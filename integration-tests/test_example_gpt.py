@@ -12,6 +12,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -578,6 +579,15 @@ def test_metrics_go_to_tensorboard(tmp_path: Path) -> None:
         ("loss", 3, 1.5),
         ("lr", 3, 0.25),
     ]
+
+
+def test_metrics_go_to_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, which would start a process of its own, is replaced."""
+    run = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=run))
+    CALLBACKS["wandb"](tmp_path, 2)(3, {"loss": 1.5, "lr": 0.25})
+    run.assert_called_once_with(dir=tmp_path)
+    run.return_value.log.assert_called_once_with({"loss": 1.5, "lr": 0.25}, step=3)
 
 
 KILLED = f"""

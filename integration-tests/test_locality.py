@@ -382,6 +382,34 @@ def test_copies_and_pickles_keep_locality() -> None:
     run_ranks(copies, 4, init=grid_with(STAGE, SLICE))
 
 
+def old_attributes() -> None:
+    """BMTrain's names of where a parameter's part lies, for one that is cut along ``tp`` and one that is not."""
+    topology = current().topology
+    draw = ParameterInitializer(nn.init.ones_)
+    cut = DistributedParameter(torch.empty(4, 3), init_method=draw, tp_mode=True, tp_split_dim=0)
+    replicated = DistributedParameter(torch.empty(5), tp_mode=True)
+    plain = DistributedParameter(torch.empty(4, 3))
+    assert [p._tp_mode for p in (cut, replicated, plain)] == [True, True, False]
+    assert [p._tp_split_dim for p in (cut, replicated, plain)] == [0, -1, -1]
+    assert [tuple(p._original_shape) for p in (cut, replicated, plain)] == [(4, 3), (5,), (4, 3)]
+    assert [tuple(p._tp_original_shape) for p in (cut, replicated, plain)] == [(8, 3), (5,), (4, 3)]
+    assert cut._init_method is draw and plain._init_method is None
+    # dp = 2 x tp = 2: a slice is sharded over two ranks, the rest over all four.
+    tp = topology.axis_rank("tp")
+    groups = [tuple(p._zero_comm.ranks) for p in (cut, replicated, plain)]
+    assert groups == [(tp, tp + 2), (0, 1, 2, 3), (0, 1, 2, 3)]
+    for parameter in (cut, replicated, plain):
+        assert parameter._end_partition - parameter._start_partition == parameter.numel()
+    ends = [(cut._start_partition, cut._end_partition), (plain._start_partition, plain._end_partition)]
+    assert ends == [[(0, 6), (6, 12)][topology.axis_rank("dp")], (3 * rank(), 3 * rank() + 3)]
+    layer = Block(nn.Linear(3, 3))
+    assert not plain._in_block and all(parameter._in_block for parameter in layer.parameters())
+
+
+def test_bmtrains_attributes_of_a_parameter_say_where_its_part_lies() -> None:
+    run_ranks(old_attributes, 4, init={"tp_size": 2})
+
+
 def wrong_localities() -> None:
     data = torch.zeros(4, 4)
     cut = Locality("slice", split_dim=0)

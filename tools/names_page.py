@@ -43,6 +43,16 @@ SEAMS = {
         "transfers",
     ),
 }
+# Further attributes that BMTrain's scripts use: with an underscore, set by __init__, or of what a function returns.
+FURTHER: dict[str, tuple[str, ...]] = {
+    "bmt.DistributedParameter": (
+        *("_copy_data", "_end_partition", "_in_block", "_init_method", "_original_shape", "_start_partition"),
+        *("_tp_mode", "_tp_original_shape", "_tp_split_dim", "_zero_comm"),
+    ),
+    "bmt.PipelineTransformerBlockList": ("pipe_idx", "stage_id", "stages"),
+    "bmt.inspect.inspect_tensor": ("get_summary", "get_tensor", "summary"),
+    "bmt.optim.OptimManager": ("backward", "lr_schedulers", "optimizers"),
+}
 OF_TORCH = {"forward", "backward", "extra_repr"}  # called by torch, never by name
 
 
@@ -82,7 +92,8 @@ def public_names() -> list[Name]:
         of_value = tuple(dict.fromkeys(paths[key]))
         names.append(Name(of_value, value))
         if of_value[0].startswith("bmt."):
-            names += [Name(of_value, value, member) for member in _members(value, values)]
+            members = [*_members(value, values), *FURTHER.get(of_value[0], ())]
+            names += [Name(of_value, value, member) for member in members]
     return names
 
 

@@ -56,9 +56,15 @@ def group_of_writers() -> Group:
 
 def wait_for_saves() -> None:
     """Wait until the last non-blocking :func:`save` is on disk. If it failed, raise its error on every rank. Collective."""
+    finish_last_save("")
+
+
+def finish_last_save(before: str) -> None:
+    """Do the same as :func:`wait_for_saves`, ``before`` a call such as "saving model.pt", which errors then name."""
     global _under_way
+    what = f"a checkpoint in the background, before {before}" if before else "a checkpoint in the background"
     finished, _under_way = _under_way, None
-    with off_meta_device(), collective_section(world_group(), "a checkpoint in the background"):
+    with off_meta_device(), collective_section(world_group(), what):
         if finished is None:
             return
         finished.thread.join()

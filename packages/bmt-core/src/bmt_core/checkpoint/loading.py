@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from bmt_core.checkpoint.background import wait_for_saves
+from bmt_core.checkpoint.background import finish_last_save
 from bmt_core.checkpoint.choice import FormatChoice
 from bmt_core.checkpoint.format import CheckpointReader, TensorEntry
 from bmt_core.checkpoint.plan import LoadPlan, Step, plan_load
@@ -43,7 +43,7 @@ def load(
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
     ``(missing_keys, unexpected_keys)``.
     """
-    wait_for_saves()
+    finish_last_save(f"loading {file_name}")
     with prepared_load(model, Path(file_name), strict=strict, format=format) as load_model:
         return load_model()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing, replacing_directory
-from bmt_core.checkpoint.background import group_of_writers, start_save, wait_for_saves
+from bmt_core.checkpoint.background import finish_last_save, group_of_writers, start_save
 from bmt_core.checkpoint.choice import FormatChoice, choose_directory_format, choose_format
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
@@ -45,10 +45,10 @@ def save(
     ``format`` is the name of a registered format or a :class:`CheckpointFormat`; by default the file's suffix decides.
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
-    wait_for_saves()
-    group = world_group()
     target = Path(file_name)
     what = f"saving {target}"
+    finish_last_save(what)
+    group = world_group()
     with collective_section(group, what):
         is_directory = str(file_name).endswith("/") or target.is_dir()
     is_directory = broadcast_object(is_directory, group)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
-from bmt_core.checkpoint.background import group_of_writers, start_save, wait_for_saves
+from bmt_core.checkpoint.background import finish_last_save, group_of_writers, start_save
 from bmt_core.checkpoint.directory_reader import INDEX_FILE
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.loading import prepared_load
@@ -77,11 +77,11 @@ def save_checkpoint(
         raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
     if keep is not None and keep < 1:
         raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
-    wait_for_saves()
-    group = world_group()
     final = Path(dir) / f"step-{step}"
     temporary = final.with_name(final.name + UNFINISHED)
     what = f"saving {final}"
+    finish_last_save(what)
+    group = world_group()
     with collective_section(group, what):
         if group.rank == 0:
             make_empty(temporary)
@@ -123,10 +123,10 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
 
     Raises :class:`CheckpointError` on every rank. If the files are damaged or do not fit the model, nothing has been changed.
     """
-    wait_for_saves()
+    folder = Path(dir)
+    finish_last_save(f"loading {folder}")
     group = world_group()
     training: dict[str, Any] | None = None
-    folder = Path(dir)
     with collective_section(group, f"loading {folder}"):
         if group.rank == 0:
             folder = find_checkpoint(folder)
