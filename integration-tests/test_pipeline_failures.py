@@ -154,9 +154,9 @@ def test_a_stage_of_one_pipeline_ends_the_ranks_of_all(
     act: Callable[..., Any], schedule: str | None, where: str
 ) -> None:
     """Rank 2 is stage 1 of the first of two pipelines; rank 3 has the same layers, in the other one."""
-    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 3 if act is stop else 30}
-    # A rank that stops never ends by itself. The others have begun to wait when the first of them ends.
-    grace = 3.0 if act is stop else 20.0
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 8 if act is stop else 30}
+    # A rank that stops never ends by itself. The others have begun to wait when the first of them ends. Ranks start within 8 s.
+    grace = 4.0 if act is stop else 20.0
     outcomes = rank_pool(4).outcomes(run, schedule, where, 1, 1, act, init=init, timeout=100, grace=grace)
     assert outcomes[2].error_type == {interrupt: "Interrupt", leave: "Died", stop: "Hung"}[act]
     for rank in (0, 1, 3):
