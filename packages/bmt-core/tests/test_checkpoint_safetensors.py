@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import struct
@@ -293,7 +295,7 @@ def broken_directories(folder: Path) -> dict[str, tuple[str, ...]]:
             index(lambda content: content["weight_map"].update(single=f"../later/{two}")),
             "it names the file '../",
         ),
-        "mixed_up": (index(lambda content: content["weight_map"].update(plain=two, window=two)), "it is not there"),
+        "mixed_up": (index(lambda content: content["weight_map"].update(embedding=two, single=two)), "it is not there"),
         "hole": (index(lambda content: content["weight_map"].pop("single") and None), "only the model has: single"),
         "no_shard": (lambda copy: (copy / two).unlink(), f"names the file {two}, which is not there"),
         "swapped": (lambda copy: (copy / one).rename(copy / two), "which is not there"),
@@ -382,18 +384,22 @@ def save_directory_in_background(good: str, bad: str) -> list[Any]:
             parameter.zero_()
     wait_for_saves()
     saved = load_net(good)
-    bmt_core.save(model, bad, non_blocking=True)
-    with pytest.raises(CheckpointError) as caught:
-        wait_for_saves()
+    with pytest.MonkeyPatch.context() as patch:
+        if bmt_core.rank() == 1:
+            patch.setattr(os, "pwrite", write_to_a_full_disk)
+        bmt_core.save(model, bad, non_blocking=True)
+        with pytest.raises(CheckpointError) as caught:
+            wait_for_saves()
     wait_for_saves()  # told once
     return [saved, str(caught.value)]
 
 
+def write_to_a_full_disk(file: int, data: Any, place: int) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_directory_is_written_in_the_background_and_errors_come_out_of_the_next_call(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
-    bad.mkdir()
-    # The temporary file of rank 1 is a link to a disk on which every write fails.
-    (bad / ".model-00002-of-00002.safetensors.tmp").symlink_to("/dev/full")
     for saved, message in run_ranks(save_directory_in_background, 2, str(tmp_path / "good") + "/", str(bad) + "/"):
         assert saved == whole_state(plain_net())
         assert "The disk is full: cannot write" in message.splitlines()[0]

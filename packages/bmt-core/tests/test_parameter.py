@@ -249,9 +249,6 @@ def wholes() -> list[Any]:
     assert parameter.own_slice(data) is data  # of which the part is sharded
     with pytest.raises(ValueError, match=r"Expected a tensor of shape \(5, 3\), not \(3, 5\)"):
         parameter.own_slice(data.t())
-    waits = [parameter.start_gather_on(rank) for rank in range(2)]  # of one parameter for both ranks, at the same time
-    on_0, on_1 = (wait() for wait in waits)
-    assert (on_1 if runtime.rank() == 0 else on_0) is None and (on_0 if runtime.rank() == 0 else on_1).equal(data)
     on_1 = parameter.gather_on(1)
     return [on_1 is not None and on_1.equal(data), parameter._start_partition, parameter._end_partition]
 

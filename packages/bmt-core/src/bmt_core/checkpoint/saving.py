@@ -85,10 +85,10 @@ def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFor
 def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
     save = DirectorySave(target, state, what)
     if non_blocking:
-        copies, group = save.copies(), group_of_writers()
+        copies, group = save.snapshot(), group_of_writers()
         start_save(what, lambda: save.write(copies, group))
     else:
-        save.write(save.tensors(), world_group())
+        save.write(save.parts(), world_group())
 
 
 def write_checkpoint(
