@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
-from scratch_axes import STAGE, grid_with
+from scratch_axes import SLICE, STAGE, grid_with
 from test_checkpoint import (
     distributed_net,
     load_net,
@@ -35,7 +35,10 @@ import bmt_core
 from bmt_core import SafetensorsFormat
 from bmt_core.checkpoint import loading, wait_for_saves
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter, local_along
+from bmt_core.params.parameter import DistributedParameter, local_along, make_distributed
+from bmt_core.params.shard import Shard
+from bmt_core.run.locality import Locality
+from bmt_core.settings import MeshAxis
 from bmt_core.testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
@@ -220,6 +223,79 @@ def test_a_directory_has_the_parts_of_all_stages(world_size: int, tmp_path: Path
     expected = {name: torch.randn(5, 3, generator=generator) for name in ("first", "layer0", "layer1", "last")}
     read = read_directory(tmp_path)
     assert read.keys() == expected.keys() and all(read[name].equal(value) for name, value in expected.items())
+
+
+ROWS = MeshAxis("rows", 2, 90, shards_data=False)
+
+
+def cut_in_all_ways() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Parameters that lie over the ranks in every way, and the whole tensors of which they are."""
+    topology = bmt_core.current().topology
+    model, wholes = nn.Module(), {}
+    for number, (name, locality) in enumerate(
+        {
+            "columns": [Locality("slice", split_dim=1)],
+            "rows": [Locality("slice", split_dim=0)],
+            "sections": [Locality("slice", split_dim=0, sections=(4, 8))],
+            "middle": [Locality("slice", split_dim=1, sections=(2, 4))],
+            "both": [Locality("slice", split_dim=0), Locality("rows", split_dim=1)],
+            "twice": [Locality("rows", split_dim=1), Locality("slice", split_dim=1)],
+            "copies": [Locality("slice", gradients="whole")],
+            "all": [],
+            "few": [Locality("slice", gradients="share")],
+        }.items()
+    ):
+        whole = wholes[name] = torch.randn(12, 8 if name != "middle" else 6, 3, generator=seeded(number))
+        slice_ = whole
+        for place in locality:
+            if place.split_dim is not None:
+                slice_ = place.cut(slice_, topology.axis_rank(place.axis), topology.axis_size(place.axis))
+        group = topology.group(("dp", "slice")) if name == "few" else None  # the others hold the same
+        model.register_parameter(name, DistributedParameter(slice_, locality=locality, group=group))
+    wholes["everywhere"] = torch.randn(5, 3, generator=seeded(99))
+    shard = Shard(torch.Size((5, 3)), ((0, 15),) * topology.world_size, bmt_core.current().world, replicated=True)
+    model.everywhere = make_distributed(nn.Parameter(wholes["everywhere"]), shard, wholes["everywhere"].flatten())
+    wholes["turned"] = torch.randn(4, 6, generator=seeded(100)).t()
+    model.register_buffer("turned", wholes["turned"])
+    return model, {name: whole.clone() for name, whole in wholes.items()}
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def save_without_gathering(folder: str) -> dict[str, torch.Tensor]:
+    def gathered(*arguments: Any) -> None:
+        raise AssertionError("a tensor was gathered")
+
+    model, wholes = cut_in_all_ways()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("assemble", "assemble_on"):
+            patch.setattr(Shard, name, gathered)
+        bmt_core.save(model, f"{folder}/now/")
+        bmt_core.save(model, f"{folder}/beside/", non_blocking=True)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.zero_()
+        wait_for_saves()
+    return wholes
+
+
+@pytest.mark.parametrize("axes", [(SLICE,), (SLICE, ROWS)])
+def test_ranks_write_their_parts_of_tensors_however_they_are_cut_and_gather_nothing(
+    axes: tuple[MeshAxis, ...], tmp_path: Path
+) -> None:
+    expected = run_ranks(save_without_gathering, 4, str(tmp_path), init=grid_with(*axes))[0]
+    for folder in ("now", "beside"):
+        read = read_directory(tmp_path / folder)
+        assert read.keys() == expected.keys()
+        for name, whole in expected.items():
+            assert read[name].equal(whole), (folder, name)
+        loaded = nn.Module()
+        for name, whole in expected.items():
+            loaded.register_buffer(name, torch.zeros(whole.shape))
+        bmt_core.load(loaded, tmp_path / folder)  # compares checksums
+        assert all(buffer.equal(expected[name]) for name, buffer in loaded.named_buffers())
 
 
 # ---- what does not fit ----
