@@ -164,7 +164,7 @@ def _divided(index: Index, count: int) -> list[Index]:
     """Cut ``index`` into at most ``count`` runs of tensors, of about as many bytes. The first has all that is no tensor."""
     own = index.own_tensors
     total, position = sum(map(_bytes, own.values())), 0
-    runs: dict[int, set[str]] = {0: set()}
+    runs: dict[int, set[str]] = {}
     for name, entry in own.items():
         middle = position + _bytes(entry) // 2
         runs.setdefault(min(middle * count // max(total, 1), count - 1), set()).add(name)
@@ -178,7 +178,7 @@ def _divided(index: Index, count: int) -> list[Index]:
             },
             metadata=index.metadata if number == 0 else {},
         )
-        for number, run in runs.items()
+        for number, run in enumerate(runs.values() or [set()])
     ]
 
 

@@ -63,12 +63,12 @@ def save_checkpoint(
     ``OptimManager`` has, any number of ranks can load what it returns: a nest of dicts and lists of plain values and whole
     tensors, which rank 0 writes, and of a :class:`TensorPart` on each rank for every tensor that is to be written like the model's.
 
-    All ranks write, each about as many bytes, to a directory that they share. A rank gathers one tensor at a time.
+    All ranks write their own parts to a directory that they share (see :func:`save`), and nothing is gathered.
     If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is, all but
     ``keep`` are deleted: it, and those of the highest steps.
 
-    With ``non_blocking`` each rank copies its parts now (on a GPU what it will write, to pinned memory), and a thread writes while
-    training goes on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
+    With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread writes while training goes
+    on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
 
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
