@@ -1,4 +1,4 @@
-"""What comparing collectives between ranks costs on the CPU: `python integration-tests/call_check_cost.py [ranks] [rounds]`.
+"""What comparing collectives between ranks costs: `python integration-tests/call_check_cost.py [ranks] [rounds] [device]`.
 
 Rounds with and without the comparison take turns on the same processes. Of each, the fastest and the median time are printed: of
 one all-reduce of 1000 numbers, and of one training step of a small model (8 linear layers as Blocks, ZeRO level 3).
@@ -34,16 +34,19 @@ def seconds_of(action: Callable[[], object], times: int) -> list[float]:
     for _ in range(times):
         begin = time.perf_counter()
         action()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         found.append(time.perf_counter() - begin)
     return found
 
 
 def measured() -> tuple[list[float], list[float]]:
-    world, x = bmt.current().world, torch.ones(1000)
-    model = bmt.BMTrainModelWrapper(Model())
+    device = bmt.current().device
+    world, x = bmt.current().world, torch.ones(1000, device=device)
+    model = bmt.BMTrainModelWrapper(Model().to(device))
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-3))
-    batch = torch.ones(16, 256)
+    batch = torch.ones(16, 256, device=device)
 
     def step() -> None:
         manager.zero_grad()
@@ -54,11 +57,13 @@ def measured() -> tuple[list[float], list[float]]:
     return seconds_of(lambda: world.all_reduce(x).wait(), 300), seconds_of(step, 20)
 
 
-def main(ranks: int = 2, rounds: int = 4) -> None:
+def main(ranks: str = "2", rounds: str = "4", device: str = "cpu") -> None:
     found: dict[bool, tuple[list[float], list[float]]] = {True: ([], []), False: ([], [])}
-    for _ in range(rounds):
+    for _ in range(int(rounds)):
         for checks in (True, False):
-            collectives, steps = run_ranks(measured, ranks, init={"check_calls": checks}, timeout=600)[0]
+            collectives, steps = run_ranks(
+                measured, int(ranks), init={"device": device, "check_calls": checks}, timeout=600
+            )[0]
             found[checks][0].extend(collectives)
             found[checks][1].extend(steps)
     for place, what in enumerate(("all-reduce", "training step")):
@@ -69,4 +74,4 @@ def main(ranks: int = 2, rounds: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

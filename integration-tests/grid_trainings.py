@@ -107,14 +107,14 @@ class Record:
     after: dict[str, Any]
 
 
-def save_on(grid: Grid, folder: Path, dtype: torch.dtype) -> Record:
+def save_on(grid: Grid, folder: Path, dtype: torch.dtype, device: str = "cpu", *, non_blocking: bool = False) -> Record:
     """Train, save to ``folder``, and go on, on the ranks of ``grid``."""
-    return _run(grid, train_and_save, str(folder), dtype)
+    return _run(grid, device, train_and_save, str(folder), grid, dtype, non_blocking)
 
 
-def load_on(grid: Grid, folders: Iterable[Path], dtype: torch.dtype) -> list[Record]:
+def load_on(grid: Grid, folders: Iterable[Path], dtype: torch.dtype, device: str = "cpu") -> list[Record]:
     """Load each of ``folders`` and go on, on the ranks of ``grid``."""
-    return _run(grid, load_and_train, [str(folder) for folder in folders], dtype)
+    return _run(grid, device, load_and_train, [str(folder) for folder in folders], grid, dtype)
 
 
 def differences(loaded: Record, saved: Record, uninterrupted: Record, dtype: torch.dtype) -> list[str]:
@@ -132,12 +132,12 @@ def differences(loaded: Record, saved: Record, uninterrupted: Record, dtype: tor
     return found
 
 
-def train_and_save(folder: str, grid: Grid, dtype: torch.dtype) -> Record:
+def train_and_save(folder: str, grid: Grid, dtype: torch.dtype, non_blocking: bool) -> Record:
     model, manager = _make(grid, dtype, seed=1)
     torch.rand(3 * current().rank)  # every rank is at a number of its own
     _train(model, manager, range(STEPS))
     before = _everything(model, manager)
-    save_checkpoint(folder, model, manager, step=STEPS)
+    save_checkpoint(folder, model, manager, step=STEPS, non_blocking=non_blocking)
     return _go_on(before, model, manager)
 
 
@@ -150,14 +150,15 @@ def load_and_train(folders: list[str], grid: Grid, dtype: torch.dtype) -> list[R
     return records
 
 
-def _run(grid: Grid, function: Any, argument: Any, dtype: torch.dtype) -> Any:
+def _run(grid: Grid, device: str, function: Any, *arguments: Any) -> Any:
     pp, _, tp = grid.sizes
-    init = {"pipe_size": pp, "tp_size": tp, "timeout": 120}
-    return run_ranks(function, grid.ranks, argument, grid, dtype, init=init, timeout=600)[0]
+    init = {"device": device, "pipe_size": pp, "tp_size": tp, "timeout": 120}
+    return run_ranks(function, grid.ranks, *arguments, init=init, timeout=600)[0]
 
 
 def _make(grid: Grid, dtype: torch.dtype, seed: int) -> tuple[Model, OptimManager]:
-    model = Model(grid, dtype)
+    with torch.device(current().device):
+        model = Model(grid, dtype)
     for name, p in model.named_parameters():
         generator = torch.Generator().manual_seed(seed)
         generator.manual_seed(seed + sum(name.encode()))
@@ -181,7 +182,7 @@ def _train(model: Model, manager: OptimManager, steps: range) -> list[tuple[floa
     found = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        data = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+        data = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE + 1), generator=generator).to(current().device)
         own = data.chunk(topology.data_size)[topology.data_rank]
         manager.zero_grad()
         loss = loss_of(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())

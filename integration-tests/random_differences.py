@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +16,11 @@ from random_trainings import Record, ShardedTraining, Training
 
 from bmt_core.testing import run_ranks
 
-AMPLIFIED = 4.0
-"""By how many times plain torch's own distance between float32 and float64 a float32 training may differ from plain torch."""
+AMPLIFIED, AMPLIFIED_MOST = 4.0, 32.0
+"""By how many times plain torch's own distance between float32 and float64 a float32 training may differ from plain torch.
+
+And by how many if the same training in float64 is equal: Adam turns a gradient that is nothing but rounding into a whole update.
+"""
 
 
 class ExactTraining(Training):
@@ -43,8 +49,8 @@ def differences(
     """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
 
     Some trainings in float32 amplify rounding, so that one in plain torch differs from itself in float64. By
-    :data:`AMPLIFIED` times as much a value may differ here. ``folder`` is for checkpoints. ``run(plan, folder, *arguments)`` is
-    what ranks do, in ``timeout`` seconds at most.
+    :data:`AMPLIFIED` times as much a value may differ here, or by more if float64 decides. ``folder`` is for checkpoints.
+    ``run(plan, folder, *arguments)`` is what ranks do, in ``timeout`` seconds at most.
     """
     expected = dict(Training(plan, world_size).run().values)
     # Norms, and so what is clipped, are float32 for any parameters.
@@ -57,6 +63,7 @@ def differences(
         "num_micro_batches": plan.micro_batches(world_size, 0) if plan.pipeline else None,
     }
     messages = []
+    most = 0.0  # of differences, in multiples of the rounding of plain torch
     rounding: dict[str, float] | None = None
     seen: set[str] = set()
     for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init, timeout=timeout)):
@@ -66,6 +73,7 @@ def differences(
         unlike = set(found) - set(expected) if plan.pipeline else set(expected) ^ set(found)
         if unlike:
             messages.append(f"rank {rank}: not in both: {sorted(unlike)}")
+            most = math.inf
         for name in [name for name in expected if name in found]:
             value, other = expected[name], found[name]
             if not torch.allclose(other.to(value.dtype), value, rtol=rtol, atol=atol):
@@ -74,9 +82,15 @@ def differences(
                     rounding = _rounding(plan, world_size, expected)
                 if not off <= AMPLIFIED * rounding[name]:
                     messages.append(f"rank {rank}: {name} is off by {off:.3g}")
+                    most = max(most, off / rounding[name] if rounding[name] and math.isfinite(off) else math.inf)
     if missing := set(expected) - seen:
         messages.append(f"on no rank: {sorted(missing)}")
-    return messages
+        most = math.inf
+    if not messages or most > AMPLIFIED_MOST:
+        return messages
+    with tempfile.TemporaryDirectory(dir=folder) as other_folder:
+        exact_plan = dataclasses.replace(plan, dtype=torch.float64)
+        return differences(exact_plan, world_size, other_folder, device, run, *arguments, timeout=timeout)
 
 
 def _rounding(plan: Plan, world_size: int, found: dict[str, torch.Tensor]) -> dict[str, float]:

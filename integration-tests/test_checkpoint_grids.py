@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,22 @@ def test_what_one_grid_saved_another_loads_and_goes_on(
     found = load_on(loading, [folders[saving], folders[loading]], dtype)
     assert differences(found[0], saved[saving], saved[loading], dtype) == []
     assert differences(found[1], saved[loading], saved[loading], dtype) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        (Grid((1, 2, 1), (3, 2, 1), False), Grid((1, 1, 2), (0, 3, 2), True)),
+        (Grid((2, 1, 1), (2, 3, 0), True), Grid((1, 2, 1), (3, 0, 1), False)),
+    ],
+)
+def test_what_gpus_save_beside_their_training_other_grids_load(saving: Grid, loading: Grid, tmp_path: Path) -> None:
+    """On a GPU, sums of gradients depend on the order of its threads, so steps that follow are equal to rounding only."""
+    dtype = torch.float32
+    saved = save_on(saving, tmp_path / "saved", dtype, "cuda", non_blocking=True)
+    on_host = Grid((1, 1, 1), saving.levels, False)
+    for grid, device in ((saving, "cuda"), (loading, "cuda"), (on_host, "cpu")):
+        (loaded,) = load_on(grid, [tmp_path / "saved"], dtype, device)
+        assert differences(loaded, saved, dataclasses.replace(saved), dtype) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scratch_axes import SLICE, grid_with
 from torch import nn
@@ -65,7 +65,6 @@ NUMBERS = st.floats(-1e6, 1e6, width=32)
 
 
 @pytest.mark.filterwarnings("ignore:std")  # of one element
-@settings(deadline=None)
 @given(st.lists(st.lists(NUMBERS, max_size=5), min_size=1, max_size=5), st.booleans())
 def test_parts_of_any_sizes_have_the_statistics_of_the_whole(parts: list[list[float]], has_gradient: bool) -> None:
     tensors = [torch.tensor(part, dtype=torch.float64) for part in parts]

@@ -71,7 +71,7 @@ def test_equals_torch_for_every_option(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 40),
     classes=st.integers(1, 30),

@@ -20,7 +20,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
 def test_every_number_is_kept_in_every_bit_and_shown_rounded_to_nearest(bits: list[int]) -> None:
     master = of_bits(*bits)

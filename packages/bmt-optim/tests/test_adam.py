@@ -69,7 +69,7 @@ def test_decoupled_float32_equals_adamw_in_every_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=1, max_size=5),
     lr=st.floats(1e-5, 1.0),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, lr_scheduler
@@ -39,7 +39,6 @@ def formula(kind: type[WarmupLRScheduler], s: float, w: float, e: float, n: int)
 
 
 @pytest.mark.parametrize("kind", BMTRAIN)
-@settings(deadline=None)
 @given(
     s=st.floats(1e-6, 10),
     w=st.one_of(st.integers(0, 50), st.floats(0, 50)),

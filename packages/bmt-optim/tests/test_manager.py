@@ -105,7 +105,7 @@ def test_training_with_scaling_equals_training_without(kind: str, loss_scale: fl
     assert torch.equal(p, twin)  # powers of two are exact
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     overflows=st.lists(st.booleans(), max_size=30),
     steps=st.integers(1, 4),

@@ -80,7 +80,7 @@ class Stages:
             self.queues[stage, receiver].append(output)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), st.randoms(use_true_random=False))
 def test_every_schedule_comes_to_its_end_however_fast_stages_and_transfers_are(
     schedule: Schedule, dice: random.Random
@@ -97,7 +97,7 @@ def test_every_schedule_comes_to_its_end_however_fast_stages_and_transfers_are(
     check_schedule(schedule)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules())
 def test_every_micro_batch_passes_every_part_once_in_each_direction(schedule: Schedule) -> None:
     each = {(i, chunk) for i in range(schedule.micro_batches) for chunk in range(schedule.chunks)}
@@ -106,7 +106,7 @@ def test_every_micro_batch_passes_every_part_once_in_each_direction(schedule: Sc
         assert Counter(order) == Counter(Action(kind, *place) for kind in kinds for place in each)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules())
 def test_activations_are_live_as_the_docstring_says(schedule: Schedule) -> None:
     stages, micro_batches, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
@@ -125,7 +125,7 @@ def test_activations_are_live_as_the_docstring_says(schedule: Schedule) -> None:
             assert peak <= stages * chunks
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(schedules())
 def test_both_ends_of_an_edge_agree_on_what_travels(schedule: Schedule) -> None:
     for stage in range(schedule.stages):

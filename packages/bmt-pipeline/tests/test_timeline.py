@@ -13,7 +13,7 @@ from bmt_pipeline.schedules.schedule import Kind
 SIZES = st.integers(1, 8), st.integers(1, 32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(*SIZES, st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
 def test_gpipe_1f1b_and_interleaved_take_the_time_of_their_formulas(
     stages: int, micro_batches: int, f: int, i: int, w: int
@@ -46,7 +46,7 @@ def test_zero_bubble_takes_the_time_of_its_formulas(stages: int) -> None:
         assert [timeline.waiting(stage) for stage in range(stages)] == [0] * stages
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(*SIZES)
 def test_zero_bubble_is_never_slower_than_1f1b(stages: int, micro_batches: int) -> None:
     slowest = make_timeline(make_schedule("1f1b", stages, micro_batches)).makespan

@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bmt_core.inspect import BatchParts
-from bmt_core.modules.block_use import BlockUse, Scheduled
+from bmt_core.modules.block_use import BlockUse, Scheduled, scheduled_step
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
@@ -115,13 +115,14 @@ class StageRunner:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute ``actions``, which go on where those before ended. What the model raises becomes :attr:`error`."""
-        for action in actions:
-            if action.kind is Kind.FORWARD:
-                self._forward(action)
-            elif action.kind is not Kind.WEIGHT_GRADIENT:
-                self._backward(action)
-            if action.kind in (Kind.WEIGHT_GRADIENT, Kind.BACKWARD):
-                self._try(lambda action=action: self._compute_weight_gradients(action))  # type: ignore[misc]
+        with scheduled_step():
+            for action in actions:
+                if action.kind is Kind.FORWARD:
+                    self._forward(action)
+                elif action.kind is not Kind.WEIGHT_GRADIENT:
+                    self._backward(action)
+                if action.kind in (Kind.WEIGHT_GRADIENT, Kind.BACKWARD):
+                    self._try(lambda action=action: self._compute_weight_gradients(action))  # type: ignore[misc]
 
     def end(self) -> None:
         """Wait for what was sent, and let the blocks be used as usual."""

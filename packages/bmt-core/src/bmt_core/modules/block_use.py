@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -46,6 +47,42 @@ class Scheduled(Protocol):
 
     def set_use(self, use: BlockUse) -> None:
         """Say which use the following calls of the block are."""
+
+
+_at_end_of_step: dict[Callable[[], None], None] | None = None
+
+
+@contextmanager
+def scheduled_step() -> Iterator[None]:
+    """Run all backward passes of a step inside. Nobody reads, sets or clears ``.grad`` of parameters in Blocks before it ends.
+
+    So Blocks need not make gradients that could be cleared, while what is to be reduced is only summed. A step inside another one
+    is a part of it.
+    """
+    global _at_end_of_step
+    if _at_end_of_step is not None:
+        yield
+        return
+    _at_end_of_step = {}
+    try:
+        yield
+    finally:
+        callbacks, _at_end_of_step = _at_end_of_step, None
+        for callback in callbacks:
+            callback()
+
+
+def is_in_scheduled_step() -> bool:
+    """Whether a :func:`scheduled_step` runs."""
+    return _at_end_of_step is not None
+
+
+def at_end_of_scheduled_step(callback: Callable[[], None]) -> bool:
+    """Have ``callback`` called once when the :func:`scheduled_step` ends that runs; False: none does."""
+    if _at_end_of_step is None:
+        return False
+    _at_end_of_step[callback] = None
+    return True
 
 
 def make_block(module: nn.Module, *, local_axes: Iterable[str]) -> nn.Module:

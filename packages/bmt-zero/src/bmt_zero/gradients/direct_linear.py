@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 
 from bmt_core.errors import BmtError
 from bmt_core.modules.first_derivatives import first_derivatives_only
+from bmt_core.params.shard import summation_dtype
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
 
 
@@ -237,23 +238,35 @@ class WeightGradient(LayerGradient):
 
 
 class BiasGradient(LayerGradient):
-    """The sum of the rows of the gradient of the output (n, out)."""
+    """The sum of the rows of the gradient of the output (n, out), or of several such gradients."""
 
     def made(self) -> torch.Tensor:
         """See :class:`LayerGradient`."""
-        return self._factors[0].sum(0)
+        first, *others = self._factors
+        if not others:
+            return first.sum(0)
+        total = first.sum(0, dtype=summation_dtype(first.dtype))
+        for other in others:
+            total += other.sum(0, dtype=total.dtype)
+        return total.to(first.dtype)
 
     def into(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`."""
-        torch.sum(self._factors[0], 0, out=destination)
+        if len(self._factors) == 1:
+            torch.sum(self._factors[0], 0, out=destination)
+        elif destination.dtype == summation_dtype(destination.dtype):
+            self.added_to(destination.zero_())
+        else:
+            destination.copy_(self.made())
 
     def added_to(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`."""
-        destination += self._factors[0].sum(0)
+        for grad in self._factors:
+            destination += grad.sum(0, dtype=destination.dtype)
 
     def joined(self, others: Iterable[BiasGradient]) -> BiasGradient:
         """See :class:`LayerGradient`."""
-        return BiasGradient(torch.cat([gradient._factors[0] for gradient in (self, *others)]))
+        return BiasGradient(*self._factors, *(factor for other in others for factor in other._factors))
 
 
 def _written(call: GradientCall | None, location: Location, gradient: LayerGradient) -> torch.Tensor | None:

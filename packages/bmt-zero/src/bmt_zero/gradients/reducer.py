@@ -17,6 +17,7 @@ import torch
 from bmt_core.comm import ReduceOp, Work
 from bmt_core.comm.call_check import naming
 from bmt_core.errors import BmtError
+from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
@@ -60,7 +61,7 @@ class GradientReducer:
         self._divisor = current().gradient_divisor
         self.in_flight = in_flight
         self.is_unwatched = False
-        """Whether the pass under way leaves gradients held back or postponed: :meth:`watch` is to be called when it ends."""
+        """Whether the pass under way leaves gradients held back or postponed: :meth:`end_pass` is to be called."""
         self._held_back: torch.Tensor | None = None
         self._awaited: set[object] = set()  # one for each call whose gradients are postponed
         self._needed: Sequence[bool] = []  # which gradients the last such pass is about
@@ -101,7 +102,8 @@ class GradientReducer:
         See the notes in :mod:`bmt_core.params.gradient_sum`.
         """
         self.sum.forget_if_cleared()
-        has_failed = self._is_adding or (self.is_unwatched and backward_pass() == -1)
+        has_ended = backward_pass() == -1 and not is_in_scheduled_step()
+        has_failed = self._is_adding or (self.is_unwatched and has_ended)
         if has_failed or (self._witness is not None and not self._witness.unchanged()):
             self._held_back = self._witness = None
             self._awaited.clear()
@@ -171,11 +173,14 @@ class GradientReducer:
         self._awaited.discard(awaited)
         self.is_unwatched = False
 
-    def watch(self) -> None:
+    def end_pass(self) -> None:
         """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back or postponed.
 
-        ``.grad`` becomes zero where there is none yet, so that ``zero_grad`` touches it.
+        In a schedule's step, where nobody does, that waits for its end. ``.grad`` becomes zero where there is none yet, so that
+        ``zero_grad`` touches it.
         """
+        if not self.is_unwatched or at_end_of_scheduled_step(self.end_pass):
+            return
         self.is_unwatched = False
         parameters = self._group.parameters
         missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]

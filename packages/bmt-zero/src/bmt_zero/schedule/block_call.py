@@ -178,8 +178,7 @@ class BlockCall:
         self.end()
         for group in self.groups:
             group.reducer.sum.finish()
-            if group.reducer.is_unwatched:
-                group.reducer.watch()
+            group.reducer.end_pass()
         self.block.run.prefetch.drop()
         self.block.run.in_flight.wait()
 

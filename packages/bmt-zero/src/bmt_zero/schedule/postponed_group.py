@@ -114,8 +114,7 @@ class PostponedGroup:
 
     def _complete(self) -> None:
         self._group.reducer.sum.finish()
-        if self._group.reducer.is_unwatched:
-            self._group.reducer.watch()
+        self._group.reducer.end_pass()
 
 
 def _sum_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
