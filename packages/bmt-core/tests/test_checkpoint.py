@@ -224,8 +224,7 @@ def whole_at_once(path: str) -> tuple[int, int]:
     for i in range(6):
         model.register_parameter(f"p{i}", DistributedParameter(torch.full((10, 10), float(i))))
     with pytest.MonkeyPatch.context() as patch:
-        start = Shard.start_assembling_on
-        patch.setattr(Shard, "start_assembling_on", lambda *arguments: watched(start(*arguments)))
+        patch.setattr(Shard, "assemble_on", watched(Shard.assemble_on))
         bmt_core.save(model, path)
     at_saving, peak = peak, 0
     with pytest.MonkeyPatch.context() as patch:

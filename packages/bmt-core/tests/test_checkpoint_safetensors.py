@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import struct
@@ -18,7 +20,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
-from scratch_axes import STAGE, grid_with
+from scratch_axes import SLICE, STAGE, grid_with
 from test_checkpoint import (
     distributed_net,
     load_net,
@@ -33,7 +35,10 @@ import bmt_core
 from bmt_core import SafetensorsFormat
 from bmt_core.checkpoint import loading, wait_for_saves
 from bmt_core.errors import CheckpointError
-from bmt_core.params.parameter import DistributedParameter, local_along
+from bmt_core.params.parameter import DistributedParameter, local_along, make_distributed
+from bmt_core.params.shard import Shard
+from bmt_core.run.locality import Locality
+from bmt_core.settings import MeshAxis
 from bmt_core.testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
@@ -220,6 +225,79 @@ def test_a_directory_has_the_parts_of_all_stages(world_size: int, tmp_path: Path
     assert read.keys() == expected.keys() and all(read[name].equal(value) for name, value in expected.items())
 
 
+ROWS = MeshAxis("rows", 2, 90, shards_data=False)
+
+
+def cut_in_all_ways() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Parameters that lie over the ranks in every way, and the whole tensors of which they are."""
+    topology = bmt_core.current().topology
+    model, wholes = nn.Module(), {}
+    for number, (name, locality) in enumerate(
+        {
+            "columns": [Locality("slice", split_dim=1)],
+            "rows": [Locality("slice", split_dim=0)],
+            "sections": [Locality("slice", split_dim=0, sections=(4, 8))],
+            "middle": [Locality("slice", split_dim=1, sections=(2, 4))],
+            "both": [Locality("slice", split_dim=0), Locality("rows", split_dim=1)],
+            "twice": [Locality("rows", split_dim=1), Locality("slice", split_dim=1)],
+            "copies": [Locality("slice", gradients="whole")],
+            "all": [],
+            "few": [Locality("slice", gradients="share")],
+        }.items()
+    ):
+        whole = wholes[name] = torch.randn(12, 8 if name != "middle" else 6, 3, generator=seeded(number))
+        slice_ = whole
+        for place in locality:
+            if place.split_dim is not None:
+                slice_ = place.cut(slice_, topology.axis_rank(place.axis), topology.axis_size(place.axis))
+        group = topology.group(("dp", "slice")) if name == "few" else None  # the others hold the same
+        model.register_parameter(name, DistributedParameter(slice_, locality=locality, group=group))
+    wholes["everywhere"] = torch.randn(5, 3, generator=seeded(99))
+    shard = Shard(torch.Size((5, 3)), ((0, 15),) * topology.world_size, bmt_core.current().world, replicated=True)
+    model.everywhere = make_distributed(nn.Parameter(wholes["everywhere"]), shard, wholes["everywhere"].flatten())
+    wholes["turned"] = torch.randn(4, 6, generator=seeded(100)).t()
+    model.register_buffer("turned", wholes["turned"])
+    return model, {name: whole.clone() for name, whole in wholes.items()}
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def save_without_gathering(folder: str) -> dict[str, torch.Tensor]:
+    def gathered(*arguments: Any) -> None:
+        raise AssertionError("a tensor was gathered")
+
+    model, wholes = cut_in_all_ways()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("assemble", "assemble_on"):
+            patch.setattr(Shard, name, gathered)
+        bmt_core.save(model, f"{folder}/now/")
+        bmt_core.save(model, f"{folder}/beside/", non_blocking=True)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.zero_()
+        wait_for_saves()
+    return wholes
+
+
+@pytest.mark.parametrize("axes", [(SLICE,), (SLICE, ROWS)])
+def test_ranks_write_their_parts_of_tensors_however_they_are_cut_and_gather_nothing(
+    axes: tuple[MeshAxis, ...], tmp_path: Path
+) -> None:
+    expected = run_ranks(save_without_gathering, 4, str(tmp_path), init=grid_with(*axes))[0]
+    for folder in ("now", "beside"):
+        read = read_directory(tmp_path / folder)
+        assert read.keys() == expected.keys()
+        for name, whole in expected.items():
+            assert read[name].equal(whole), (folder, name)
+        loaded = nn.Module()
+        for name, whole in expected.items():
+            loaded.register_buffer(name, torch.zeros(whole.shape))
+        bmt_core.load(loaded, tmp_path / folder)  # compares checksums
+        assert all(buffer.equal(expected[name]) for name, buffer in loaded.named_buffers())
+
+
 # ---- what does not fit ----
 
 
@@ -293,7 +371,7 @@ def broken_directories(folder: Path) -> dict[str, tuple[str, ...]]:
             index(lambda content: content["weight_map"].update(single=f"../later/{two}")),
             "it names the file '../",
         ),
-        "mixed_up": (index(lambda content: content["weight_map"].update(plain=two, window=two)), "it is not there"),
+        "mixed_up": (index(lambda content: content["weight_map"].update(embedding=two, single=two)), "it is not there"),
         "hole": (index(lambda content: content["weight_map"].pop("single") and None), "only the model has: single"),
         "no_shard": (lambda copy: (copy / two).unlink(), f"names the file {two}, which is not there"),
         "swapped": (lambda copy: (copy / one).rename(copy / two), "which is not there"),
@@ -382,18 +460,22 @@ def save_directory_in_background(good: str, bad: str) -> list[Any]:
             parameter.zero_()
     wait_for_saves()
     saved = load_net(good)
-    bmt_core.save(model, bad, non_blocking=True)
-    with pytest.raises(CheckpointError) as caught:
-        wait_for_saves()
+    with pytest.MonkeyPatch.context() as patch:
+        if bmt_core.rank() == 1:
+            patch.setattr(os, "pwrite", write_to_a_full_disk)
+        bmt_core.save(model, bad, non_blocking=True)
+        with pytest.raises(CheckpointError) as caught:
+            wait_for_saves()
     wait_for_saves()  # told once
     return [saved, str(caught.value)]
 
 
+def write_to_a_full_disk(file: int, data: Any, place: int) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_directory_is_written_in_the_background_and_errors_come_out_of_the_next_call(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
-    bad.mkdir()
-    # The temporary file of rank 1 is a link to a disk on which every write fails.
-    (bad / ".model-00002-of-00002.safetensors.tmp").symlink_to("/dev/full")
     for saved, message in run_ranks(save_directory_in_background, 2, str(tmp_path / "good") + "/", str(bad) + "/"):
         assert saved == whole_state(plain_net())
         assert "The disk is full: cannot write" in message.splitlines()[0]

@@ -249,9 +249,8 @@ def wholes() -> list[Any]:
     assert parameter.own_slice(data) is data  # of which the part is sharded
     with pytest.raises(ValueError, match=r"Expected a tensor of shape \(5, 3\), not \(3, 5\)"):
         parameter.own_slice(data.t())
-    waits = [parameter.start_gather_on(rank) for rank in range(2)]  # of one parameter for both ranks, at the same time
-    on_0, on_1 = (wait() for wait in waits)
-    assert (on_1 if runtime.rank() == 0 else on_0) is None and (on_0 if runtime.rank() == 0 else on_1).equal(data)
+    own, ranges = parameter.saved_elements()
+    assert parameter.data[own].equal(torch.cat([data.flatten()[start:end] for start, end in ranges]))
     on_1 = parameter.gather_on(1)
     return [on_1 is not None and on_1.equal(data), parameter._start_partition, parameter._end_partition]
 
@@ -265,6 +264,7 @@ def test_sections_of_a_dim_are_cut_each_by_itself() -> None:
     slices = [place.cut(whole, rank, 2) for rank in range(2)]
     assert [part.tolist() for part in slices] == [[0, 1, 4], [2, 3, 5]]
     assert place.join(slices).equal(whole)
+    assert [place.ranges((6,), rank, 2) for rank in range(2)] == [[(0, 2), (4, 5)], [(2, 4), (5, 6)]]
 
 
 def copied_data() -> list[float]:

@@ -25,12 +25,12 @@ def replacing(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
-            _flush(temporary)
+            flush(temporary)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise CheckpointError(f"{cannot_write(path, error)} What was there is unchanged.") from error
 
@@ -76,12 +76,12 @@ def publish_directory(temporary: Path, final: Path) -> None:
     renames, the old one is at :func:`previous_of` ``final``.
     """
     previous = previous_of(final)
-    _flush(temporary)
+    flush(temporary)
     if final.exists():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(final, previous)
     os.rename(temporary, final)
-    _flush(final.parent)
+    flush(final.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -94,7 +94,8 @@ def previous_of(final: Path) -> Path:
     return final.with_name(f"{final.name}.old")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until the file or directory ``path`` is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,133 +1,190 @@
-"""Writing a directory in the layout of Hugging Face: every rank writes a file, then rank 0 the index, which makes them a model.
+"""Writing a directory in the layout of Hugging Face: all ranks write to its files, then rank 0 the index, which makes them a model.
 
-The files of a save have names that no file in the directory has, so what was there stays whole until the index is replaced,
-which is atomic. Then the files of the former model are deleted. Other files, such as ``config.json``, stay.
+Rank 0 makes the files, as long as they will be, and tells the others where each tensor belongs. Every rank writes its parts of
+the tensors there, so that nothing is gathered, and sends rank 0 the checksums of these, which the headers have. The files of a save
+have names that no file in the directory has, so what was there stays whole until the index is replaced, which is atomic. Then the
+files of the former model are deleted. Other files, such as ``config.json``, stay.
 """
 
 from __future__ import annotations
 
 import json
+import operator
+import os
 import re
-from collections import deque
-from collections.abc import Iterable, Iterator
+import secrets
+from collections.abc import Sequence
+from functools import reduce
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bmt_core.checkpoint.atomic import cannot_write, replacing
+from bmt_core.checkpoint.atomic import cannot_write, flush, replacing
 from bmt_core.checkpoint.directory_reader import INDEX_FILE, MANIFEST, SINGLE_FILE
 from bmt_core.checkpoint.format import Index, TensorEntry
+from bmt_core.checkpoint.range_writer import RangeWriter
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
-from bmt_core.checkpoint.safetensors_layout import file_summary
-from bmt_core.checkpoint.whole_state import WholeState, world_group
+from bmt_core.checkpoint.safetensors_layout import FileLayout, file_summary
+from bmt_core.checkpoint.whole_state import OwnPart, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
 
-_SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors|\.model-(\d+-)?\d{5}-of-\d{5}\.safetensors\.tmp")
+_SHARD = re.compile(
+    r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors|\.model-(\d+-)?\d{5}-of-\d{5}\.safetensors(\.[0-9a-f]+)?\.tmp"
+)
+_MOST_FILES = 64  # each is opened by all ranks that have a part of its tensors
 
 
 class DirectorySave:
-    """The tensors of ``state`` on their way into ``folder``: :meth:`tensors` gathers them, :meth:`write` writes them."""
+    """The tensors of ``state`` on their way into ``folder``."""
 
     def __init__(self, folder: Path, state: WholeState, what: str) -> None:
-        """Decide which rank writes what. Collective."""
-        self._shares = state.shares()
-        self._state = state
-        self._what = what
-        self._folder = folder
-        self._index = state.index
+        """Decide where in which file each tensor will be. Collective."""
+        self._folder, self._state, self._what = folder, state, what
+        self._layouts: list[FileLayout] = []  # of the files, on rank 0, which makes them
+        self._unfinished: list[Path] = []  # what rank 0 has made and no index names
         group = world_group()
-        writers = [i for i, share in enumerate(self._shares) if share or i == 0]
+        plan = None
         with collective_section(group, what):
-            stem = _free_stem(folder, len(writers)) if group.rank == 0 else ""
-        stem = broadcast_object(stem, group)
-        self._files = {i: _file_name(stem, number, len(writers)) for number, i in enumerate(writers, 1)}
-        self._own_share = state.own_share
+            if group.rank == 0:
+                self._layouts = [FileLayout(part) for part in _divided(state.index, min(group.size, _MOST_FILES))]
+                places = {
+                    name: (number, layout.place_of(name))
+                    for number, layout in enumerate(self._layouts)
+                    for name in layout.names
+                }
+                # Random digits: files of that name are those of this save, and on a disk that all ranks share.
+                plan = _free_names(folder, len(self._layouts)), f".{secrets.token_hex(8)}.tmp", places
+        self._names, self._ending, self._places = broadcast_object(plan, group)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and values of what this rank writes. Collective: see :meth:`WholeState.tensors_of_share`."""
-        return self._state.tensors_of_share(self._shares)
+    def parts(self) -> list[OwnPart]:
+        """Return what this rank writes, as it will be when it is read. Communicates nothing."""
+        return self._state.own_parts()
 
-    def copies(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return what this rank writes, as it is now. Collective: see :meth:`WholeState.snapshot_of_share`."""
+    def snapshot(self) -> list[OwnPart]:
+        """Return copies of what this rank writes, as it is now. Collective at its end."""
         with collective_section(world_group(), self._what):
-            return self._state.snapshot_of_share(self._shares)
+            return self._state.snapshot()
 
-    def write(self, tensors: Iterable[tuple[str, torch.Tensor]], group: Group) -> None:
-        """Write ``tensors``, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
+    def write(self, parts: Sequence[OwnPart], group: Group) -> None:
+        """Write ``parts``, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
 
-        With :meth:`copies` and a group of its own it may run on a thread. If it fails, the directory is as it was.
+        With a :meth:`snapshot` and a group of its own it may run on a thread. If it fails, the directory is as it was.
         """
         try:
             with collective_section(group, self._what):
-                try:
-                    self._write_own(tensors)
-                finally:
-                    deque(tensors, maxlen=0)  # gathers are collective: a rank whose disk is full makes them all too
-            self._publish(group)
+                if group.rank == 0:
+                    self._make_files()
+            with collective_section(group, self._what):
+                added = self._write_own(parts, group)
+            sums = all_gather_object(added, group)
+            with collective_section(group, self._what):
+                if group.rank == 0:
+                    self._publish([reduce(operator.xor, of_tensor) for of_tensor in zip(*sums, strict=True)])
         except BaseException:
-            if self._own_file is not None:
-                self._own_file.unlink(missing_ok=True)
+            for path in self._unfinished:
+                path.unlink(missing_ok=True)
             raise
 
-    @property
-    def _own_file(self) -> Path | None:
-        """This rank's file; None if there are fewer tensors than ranks and it writes none."""
-        name = self._files.get(self._own_share)
-        return None if name is None else self._folder / name
+    def _temporary(self, name: str) -> Path:
+        return self._folder / f".{name}{self._ending}"
 
-    def _write_own(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self._own_file is not None:
-            with replacing(self._own_file) as temporary:
-                SafetensorsFormat().write(temporary, self._index_of_share(), tensors)
+    def _make_files(self) -> None:
+        """Make files of the right size, which hold nothing yet."""
+        for name, layout in zip(self._names, self._layouts, strict=True):
+            path = self._temporary(name)
+            try:
+                with path.open("wb") as file:
+                    self._unfinished.append(path)
+                    file.truncate(layout.file_size)
+            except OSError as error:
+                raise CheckpointError(cannot_write(self._folder / name, error)) from error
 
-    def _publish(self, group: Group) -> None:
-        """Replace the index, and delete the files that it does not name."""
-        with collective_section(group, self._what):
-            own = None if self._own_file is None else (self._own_file.name, file_summary(self._own_file))
-        summaries = dict(summary for summary in all_gather_object(own, group) if summary is not None)
-        with collective_section(group, self._what):
-            if group.rank == 0:
-                self._check_visible(summaries)
-                with replacing(self._folder / INDEX_FILE) as temporary:
-                    temporary.write_text(json.dumps(self._index_content(summaries), indent=2) + "\n")
-                _delete_others(self._folder, set(summaries))
+    def _write_own(self, parts: Sequence[OwnPart], group: Group) -> list[int]:
+        """Write ``parts``, in the order of the files; return what they add to the checksum of each tensor."""
+        added = dict.fromkeys(self._places, 0)
 
-    def _index_of_share(self) -> Index:
-        share = set(self._shares[self._own_share])
-        is_first = self._own_share == 0
-        entries = {
-            name: entry
-            for name, entry in self._index.entries.items()
-            if (entry.source in share if isinstance(entry, TensorEntry) else is_first)
-        }
-        return Index(entries=entries, metadata=self._index.metadata if is_first else {})
+        def order(part: OwnPart) -> tuple[int, int]:
+            number, place = self._places[part.name]
+            return (number - group.rank) % len(self._names), place  # so that ranks begin with different files
 
-    def _check_visible(self, summaries: dict[str, dict[str, Any]]) -> None:
-        for name, summary in summaries.items():
-            path = self._folder / name
-            if not path.is_file() or file_summary(path) != summary:
+        for turn, of_file in groupby(sorted(parts, key=order), key=lambda part: order(part)[0]):
+            name = self._names[(turn + group.rank) % len(self._names)]
+            try:
+                with RangeWriter(self._temporary(name)) as file:
+                    for part in of_file:
+                        _, place = self._places[part.name]
+                        size = _bytes(self._state.index.entries[part.name])
+                        added[part.name] = file.write_part(place, part.on_host(), part.ranges, size)
+            except FileNotFoundError as error:
                 raise CheckpointError(
-                    f"Rank 0 does not see {path} as another rank wrote it. Save to a directory that all ranks share, or to a file."
-                )
+                    f"{self._folder} of this rank is not that of rank 0, which made files in it that are not there. Save to a"
+                    " directory that all ranks share, or to a file."
+                ) from error
+            except OSError as error:
+                raise CheckpointError(cannot_write(self._folder / name, error)) from error
+        return list(added.values())
 
-    def _index_content(self, summaries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        own = {name: entry for name, entry in self._index.entries.items() if isinstance(entry, TensorEntry)}
-        weight_map = {name: self._files[i] for i, share in enumerate(self._shares) for name in share}
-        total = sum(own[name].shape.numel() * own[name].dtype.itemsize for name in weight_map)
-        in_order = {name: weight_map[name] for name in own if name in weight_map}
-        return {"metadata": {"total_size": total, MANIFEST: summaries}, "weight_map": in_order}
+    def _publish(self, checksums: Sequence[int]) -> None:
+        """Complete the files, replace the index, and delete the files that it does not name. On rank 0."""
+        by_name = dict(zip(self._places, checksums, strict=True))
+        try:
+            for name, layout in zip(self._names, self._layouts, strict=True):
+                with RangeWriter(self._temporary(name)) as file:
+                    file.write(0, layout.header(by_name))
+                SafetensorsFormat().open(self._temporary(name)).close()  # what cannot be loaded must be noticed now
+                self._unfinished.append(self._folder / name)
+                os.rename(self._temporary(name), self._folder / name)
+            flush(self._folder)
+        except OSError as error:
+            raise CheckpointError(cannot_write(self._folder, error)) from error
+        with replacing(self._folder / INDEX_FILE) as temporary:
+            temporary.write_text(json.dumps(self._index_content(), indent=2) + "\n")
+        self._unfinished.clear()
+        _delete_others(self._folder, set(self._names))
+
+    def _index_content(self) -> dict[str, Any]:
+        own = self._state.index.own_tensors
+        return {
+            "metadata": {
+                "total_size": sum(_bytes(entry) for entry in own.values()),
+                MANIFEST: {name: file_summary(self._folder / name) for name in self._names},
+            },
+            "weight_map": {name: self._names[self._places[name][0]] for name in own},
+        }
 
 
-def _file_name(stem: str, number: int, count: int) -> str:
-    return f"{stem}-{number:05}-of-{count:05}.safetensors"
+def _bytes(entry: TensorEntry) -> int:
+    return entry.shape.numel() * entry.dtype.itemsize
 
 
-def _free_stem(folder: Path, count: int) -> str:
-    """Make ``folder`` if need be, and return the first of ``model``, ``model-2``, ... with which no file is called."""
+def _divided(index: Index, count: int) -> list[Index]:
+    """Cut ``index`` into at most ``count`` runs of tensors, of about as many bytes. The first has all that is no tensor."""
+    own = index.own_tensors
+    total, position = sum(map(_bytes, own.values())), 0
+    runs: dict[int, set[str]] = {}
+    for name, entry in own.items():
+        middle = position + _bytes(entry) // 2
+        runs.setdefault(min(middle * count // max(total, 1), count - 1), set()).add(name)
+        position += _bytes(entry)
+    return [
+        Index(
+            entries={
+                name: entry
+                for name, entry in index.entries.items()
+                if (entry.source in run if isinstance(entry, TensorEntry) else number == 0)
+            },
+            metadata=index.metadata if number == 0 else {},
+        )
+        for number, run in enumerate(runs.values() or [set()])
+    ]
+
+
+def _free_names(folder: Path, count: int) -> list[str]:
+    """Make ``folder`` if need be, and return names of ``count`` files that begin with the first of ``model``, ``model-2``, ...
+    with which no file in it is called."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         present = {path.name for path in folder.iterdir()}
@@ -136,8 +193,9 @@ def _free_stem(folder: Path, count: int) -> str:
     number = 1
     while True:
         stem = "model" if number == 1 else f"model-{number}"
-        if not present.intersection(_file_name(stem, i, count) for i in range(1, count + 1)):
-            return stem
+        names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        if not present.intersection(names):
+            return names
         number += 1
 
 

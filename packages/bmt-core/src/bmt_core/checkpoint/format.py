@@ -44,6 +44,12 @@ class Index:
     entries: Mapping[str, Any]
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def own_tensors(self) -> dict[str, TensorEntry]:
+        """The tensors, in order: tied ones once, under the first name."""
+        tensors = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorEntry)}
+        return {name: entry for name, entry in tensors.items() if entry.source == name}
+
 
 class CheckpointReader(ABC):
     """An open checkpoint: on rank 0, and on every rank that finds a checkpoint of the same :attr:`identity`."""

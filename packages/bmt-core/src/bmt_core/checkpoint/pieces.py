@@ -1,11 +1,21 @@
-"""``pieces``: memory cut into what a processor's cache holds."""
+"""``bytes_of``: the memory of a tensor; ``pieces``: memory cut into what a processor's cache holds."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-_BYTES = 1 << 20
+import torch
+
+PIECE = 1 << 20
+"""Bytes of a piece."""
+
+
+def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
+    """Return the memory of ``tensor``, which is contiguous and on the CPU, and must live as long as the result."""
+    # Not .numpy(): numpy is no dependency.
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
 def pieces(data: Any) -> Iterator[memoryview]:
@@ -18,5 +28,5 @@ def pieces(data: Any) -> Iterator[memoryview]:
     ([b'abc'], [1048576, 5])
     """
     view = memoryview(data).cast("B")
-    for start in range(0, view.nbytes, _BYTES):
-        yield view[start : start + _BYTES]
+    for start in range(0, view.nbytes, PIECE):
+        yield view[start : start + PIECE]

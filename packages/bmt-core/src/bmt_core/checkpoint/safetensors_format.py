@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry
-from bmt_core.checkpoint.pieces import pieces
+from bmt_core.checkpoint.pieces import bytes_of, pieces
 from bmt_core.checkpoint.safetensors_layout import CHECKSUMS, FileLayout, header_is_whole, read_header, state_in
 from bmt_core.errors import CheckpointError
 
@@ -32,7 +31,7 @@ class SafetensorsFormat(CheckpointFormat):
             for name, tensor in tensors:
                 file.seek(layout.place_of(name))
                 checksums[name] = 0
-                for piece in pieces(_bytes_of(tensor)):
+                for piece in pieces(bytes_of(tensor)):
                     checksums[name] = zlib.crc32(piece, checksums[name])
                     file.write(piece)
                     del piece
@@ -75,7 +74,7 @@ class _Reader(CheckpointReader):
         if not self._checksums:  # a file of others
             return
         for i in range(part, len(self._names), parts):
-            if f"{zlib.crc32(_bytes_of(self.read(self._names[i]))):08x}" != self._checksums[8 * i + 8 : 8 * i + 16]:
+            if f"{zlib.crc32(bytes_of(self.read(self._names[i]))):08x}" != self._checksums[8 * i + 8 : 8 * i + 16]:
                 raise CheckpointError(f"{_not_whole(self._path)} The values of {self._names[i]} have another checksum.")
 
     def close(self) -> None:
@@ -88,12 +87,6 @@ def _opened(path: Path) -> Any:  # the library has no types
 
 def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry:
     return TensorEntry(shape=tensor.shape, dtype=tensor.dtype, source=name)
-
-
-def _bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char] | bytes:
-    """Return the memory of ``tensor``, which is contiguous and on the CPU, and must live as long as the result."""
-    # Not .numpy(): numpy is no dependency.
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b""
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class FileLayout:
             STATE: base64.b64encode(to_bytes(state)).decode(),
         }
         self.data_start = len(self._encoded("0" * (8 + 8 * len(self.names))))
+        self.file_size = self.data_start + end
 
     def place_of(self, name: str) -> int:
         """Return where the values of ``name`` begin in the file."""

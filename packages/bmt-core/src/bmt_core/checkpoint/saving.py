@@ -1,4 +1,4 @@
-"""``save``: write a whole model to one file, or to one of each rank in a directory, gathering one tensor at a time."""
+"""``save``: write a whole model to one file, gathering one tensor at a time, or to a directory, each rank its parts."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def save(
 ) -> None:
     """Write the state dict of ``model`` to ``file_name``, as whole tensors under the names of the plain model. Collective.
 
-    In the torch format, which is the default, the file is what ``torch.save(model.state_dict())`` of the unwrapped
-    model writes: ``torch.load(file_name, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict``
-    accepts it. A ``file_name`` that ends in ``.safetensors`` is written in that format. If it is a directory, or ends in a slash,
-    every rank writes one safetensors file in it, and rank 0 the index that Hugging Face's ``from_pretrained`` reads; all ranks
-    must share that directory. A ``file_name`` that ends in ``.dcp`` is a directory for ``torch.distributed.checkpoint``. Tied
-    parameters are stored once. If ranks hold different parts of the model, as pipeline stages do, the checkpoint has all parts.
-    A tensor that is not distributed (a buffer or a plain parameter) is taken from the first rank that has it. Modules save
-    themselves by their hooks and ``_save_to_state_dict``; one's own ``state_dict`` is not called, because libraries call
-    ``save`` in it.
+    In the torch format, which is the default, the file is what ``torch.save(model.state_dict())`` of the unwrapped model
+    writes: ``torch.load(file_name, weights_only=True)`` reads it, and the unwrapped model's ``load_state_dict`` accepts it. A
+    ``file_name`` that ends in ``.safetensors`` is written in that format. If it is a directory, or ends in a slash, all ranks
+    write safetensors files in it, and rank 0 the index that Hugging Face's ``from_pretrained`` reads; all ranks must share that
+    directory, on a file system on which several machines may write to parts of one file. A ``file_name`` that ends in ``.dcp``
+    is a directory for ``torch.distributed.checkpoint``. Tied parameters are stored once. If ranks hold different parts of the
+    model, as pipeline stages do, the checkpoint has all parts. A tensor that is not distributed (a buffer or a plain parameter)
+    is taken from the first rank that has it. Modules save themselves by their hooks and ``_save_to_state_dict``; one's own
+    ``state_dict`` is not called, because libraries call ``save`` in it.
 
-    One tensor is gathered at a time. Of a file, only rank 0 keeps them in host memory: all of them in the torch format, one in
-    the safetensors format. The write is atomic: if the program dies at any moment, the previous checkpoint is still
-    there. With ``non_blocking`` the tensors are copied to the host now and written on a thread; the next ``save``, ``load`` or
-    :func:`wait_for_saves` raises an error that happens there.
+    To a directory every rank writes its own parts, and nothing is gathered. Of a file, one tensor is gathered at a time, and
+    only rank 0 keeps them in host memory: all of them in the torch format, one in the safetensors format. The write is atomic:
+    if the program dies at any moment, the previous checkpoint is still there. With ``non_blocking`` what a rank writes is
+    copied to the host now and written on a thread; the next ``save``, ``load`` or :func:`wait_for_saves` raises an error that
+    happens there.
 
     ``format`` is the name of a registered format or a :class:`CheckpointFormat`; by default the file's suffix decides.
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
@@ -85,10 +86,10 @@ def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFor
 def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
     save = DirectorySave(target, state, what)
     if non_blocking:
-        copies, group = save.copies(), group_of_writers()
+        copies, group = save.snapshot(), group_of_writers()
         start_save(what, lambda: save.write(copies, group))
     else:
-        save.write(save.tensors(), world_group())
+        save.write(save.parts(), world_group())
 
 
 def write_checkpoint(

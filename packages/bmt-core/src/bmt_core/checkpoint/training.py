@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
@@ -39,7 +38,7 @@ from bmt_core.checkpoint.training_folder import (
     read_training,
     unfinished_after,
 )
-from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
+from bmt_core.checkpoint.whole_state import LocalState, OwnPart, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
@@ -64,12 +63,12 @@ def save_checkpoint(
     ``OptimManager`` has, any number of ranks can load what it returns: a nest of dicts and lists of plain values and whole
     tensors, which rank 0 writes, and of a :class:`TensorPart` on each rank for every tensor that is to be written like the model's.
 
-    All ranks write, each about as many bytes, to a directory that they share. A rank gathers one tensor at a time.
+    All ranks write their own parts to a directory that they share (see :func:`save`), and nothing is gathered.
     If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is, all but
     ``keep`` are deleted: it, and those of the highest steps.
 
-    With ``non_blocking`` each rank copies its parts now (on a GPU what it will write, to pinned memory), and a thread writes while
-    training goes on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
+    With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread writes while training goes
+    on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
 
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
@@ -93,10 +92,10 @@ def save_checkpoint(
                 DirectorySave(temporary / OPTIMIZER, WholeState(lambda: LocalState.of_parts(parts), what), what)
             )
 
-        def write(sources: Iterable[Iterable[tuple[str, torch.Tensor]]], group: Group) -> None:
+        def write(parts: Sequence[Sequence[OwnPart]], group: Group) -> None:
             with _removed_on_failure(temporary):
-                for save, tensors in zip(saves, sources, strict=True):
-                    save.write(tensors, group)
+                for save, of_save in zip(saves, parts, strict=True):
+                    save.write(of_save, group)
                 with collective_section(group, what):
                     if group.rank == 0:
                         training["files"].update(_index_checksums(temporary))
@@ -104,9 +103,9 @@ def save_checkpoint(
                         publish(temporary, final, keep)
 
         if not non_blocking:
-            write((save.tensors() for save in saves), group)
+            write([save.parts() for save in saves], group)
             return final
-        copies, writers = [save.copies() for save in saves], group_of_writers()
+        copies, writers = [save.snapshot() for save in saves], group_of_writers()
         with collective_section(group, what):
             training = copy.deepcopy(training)  # the program goes on and changes what it gave
     start_save(what, lambda: write(copies, writers))

@@ -1,11 +1,13 @@
-"""``WholeState``: the tensors that ranks hold parts of, of a model or of its optimizer, gathered one at a time."""
+"""``WholeState``: the tensors that ranks hold parts of, of a model or of its optimizer; its parts, and wholes one at a time."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain, zip_longest
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,6 @@ from bmt_core.checkpoint.format import EXTRA_STATE, Index, TensorEntry
 from bmt_core.checkpoint.state_tensors import TensorPart
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
 from bmt_core.checkpoint.torch_format import memory_key
-from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
@@ -27,8 +28,27 @@ from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
 
 Value = torch.Tensor | TensorPart
-Gathering = Callable[[], torch.Tensor | None]
-"""Waits for a gather that was started, and returns the whole tensor on the rank on which it is gathered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPart:
+    """What this rank writes of a tensor: what ``read`` returns. ``ranges`` of the flattened whole say where its elements lie."""
+
+    name: str
+    ranges: Sequence[tuple[int, int]]
+    read: Callable[[], torch.Tensor]
+
+    def on_host(self) -> torch.Tensor:
+        """Return the elements, 1-D, in host memory. Nobody writes to them: they may be the parameter's own."""
+        return self.read().detach().as_subclass(torch.Tensor).to("cpu").contiguous().view(-1)
+
+    def copied(self) -> OwnPart:
+        """Return the part with a copy of its elements in host memory, pinned if they come from a GPU, which goes on copying."""
+        value = self.read().detach().as_subclass(torch.Tensor)
+        is_pinned = value.device.type == "cuda"
+        copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=is_pinned)
+        copied.copy_(value, non_blocking=is_pinned)
+        return replace(self, read=lambda: copied)
 
 
 class LocalState:
@@ -123,7 +143,7 @@ class WholeState:
         with collective_section(world, what):
             local = local_state()
         self._values = local.values
-        self._group, self._beside = _groups(local)
+        self._group, self._first_owners = _owners(local)
         reports = all_gather_object(local.report(), self._group)
         with collective_section(world, what):
             names, axes = [list(report.entries) for report in reports], [report.own_axes for report in reports]
@@ -131,9 +151,6 @@ class WholeState:
             entries = {
                 name: _entry(name, holder, reports, local, self._group) for name, holder in self._holders.items()
             }
-        own_shares = all_gather_object(self.own_share, world)
-        self._rank_of_share = dict(zip(own_shares, world.ranks, strict=True))
-        self._distributed = {name for name, holder in self._holders.items() if name in axes[holder]}
         metadata = {prefix: value for report in reversed(reports) for prefix, value in report.metadata.items()}
         self.index = Index(entries=entries, metadata=metadata)
 
@@ -143,145 +160,71 @@ class WholeState:
         A rank with ``keep`` False yields nothing. Rank 0 has every tensor of the model, other ranks those of their part. If a
         copy fails, the rank takes part in the remaining gathers and raises at the end.
         """
-        return self._copies([[name] for name in self._names()], self._names() if keep else (), self._sent_to_rank_0)
-
-    def shares(self) -> list[list[str]]:
-        """Divide the tensors among the ranks, so that each gets about as many bytes. The same on every rank.
-
-        The index of a share is not that of a rank: see :attr:`own_share`. A tensor that is not distributed is in the share of
-        the first rank that has it.
-        """
-        count = self._beside.size
-        loads = [0] * (self._group.size * count)
-        shares: list[list[str]] = [[] for _ in loads]
-        sizes = {name: _bytes(self.index.entries[name]) for name in self._names()}
-        for name in sorted(sizes, key=lambda name: (name in self._distributed, -sizes[name])):
-            first = self._holders[name] * count
-            candidates = range(first, first + (count if name in self._distributed else 1))
-            chosen = min(candidates, key=lambda i: loads[i])
-            loads[chosen] += sizes[name] or 1
-            shares[chosen].append(name)
-        position = {name: i for i, name in enumerate(self.index.entries)}
-        return [sorted(share, key=position.__getitem__) for share in shares]
-
-    @property
-    def own_share(self) -> int:
-        """The index in :meth:`shares` of this rank's share."""
-        return self._group.rank * self._beside.size + self._beside.rank
-
-    def tensors_of_share(self, shares: Sequence[Sequence[str]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and a whole host copy of each tensor in this rank's share. Collective: every rank iterates to the end.
-
-        One tensor of each share is gathered, all at the same time, then all ranks yield theirs, so that they can write at the same
-        time.
-        """
-        return self._copies(*self._rounds(shares))
-
-    def snapshot_of_share(self, shares: Sequence[Sequence[str]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return what :meth:`tensors_of_share` yields, of this moment. Collective; so is the iteration, on any thread.
-
-        On the CPU every rank copies its parts, and the iteration gathers them beside the program. A GPU gathers faster than it
-        copies to the host: there wholes are copied, to pinned memory.
-        """
-        if is_initialized() and current().device.type == "cuda":
-            copies = list(self._copies(*self._rounds(shares), to_host=_snapshot))
-            torch.cuda.current_stream(current().device).synchronize()
-            return copies
-        rounds, own, _ = self._rounds(shares)
-        beside: dict[int, Group] = {}
-        gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
-        starts = {name: self._copied_part(name, gatherer[name], beside) for row in rounds for name in row}
-        return self._copies(rounds, own, lambda name, _: starts[name]())
-
-    def _rounds(self, shares: Sequence[Sequence[str]]) -> tuple[Any, Sequence[str], Any]:
-        rounds = [[name for name in row if name is not None] for row in zip_longest(*shares)]
-        gatherer = {name: self._rank_of_share[i] for i, share in enumerate(shares) for name in share}
-        return rounds, shares[self.own_share], lambda name, _: self._gathered_on(gatherer[name], name)
-
-    def _copied_part(self, name: str, gatherer: int, beside: dict[int, Group]) -> Callable[[], Gathering]:
-        """Copy this rank's part of a tensor, and return the function that starts to gather the copies on ``gatherer``. Collective.
-
-        What is not just sharded is whole on some ranks, or gathered over other groups: it is gathered now. ``beside`` collects the
-        groups over which the copies will be gathered, by the identity of those in whose place they are.
-        """
-        value = self._values.get(name)
-        parameter = None if value is None else _like(value)
-        group = _group_beside(parameter, beside)
-        if group is None or not isinstance(parameter, DistributedParameter):
-            whole = self._gathered_on(gatherer, name)()
-            kept = whole.detach().clone() if whole is not None and gatherer == world_group().rank else None
-            return lambda: lambda: kept
-        if gatherer not in group.ranks:  # of ranks that hold the same: one group sends
-            return lambda: lambda: None
-        part = value.value() if isinstance(value, TensorPart) else parameter.data
-        copied = part.detach().to(parameter.device).as_subclass(torch.Tensor).clone()
-        shape = self.index.entries[name].shape
-
-        def start() -> Gathering:
-            gathering = parameter.start_gather_on(gatherer, copied, group)
-            return lambda: None if (found := gathering()) is None else found.reshape(shape)
-
-        return start
-
-    def _names(self) -> list[str]:
-        entries = self.index.entries.items()
-        return [name for name, entry in entries if isinstance(entry, TensorEntry) and entry.source == name]
-
-    def _copies(
-        self,
-        rounds: Iterable[Sequence[str]],
-        wanted: Collection[str],
-        start_gather: Callable[[str, TensorEntry], Gathering],
-        to_host: Callable[[torch.Tensor, bool], torch.Tensor] | None = None,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather the tensors of each round, and yield copies of the ``wanted`` ones at its end."""
-        to_host = to_host or _on_host
         failure: Exception | None = None
-        kept = set(wanted)
-        for names in rounds:
-            copies = []
-            gatherings = [(name, start_gather(name, self.index.entries[name])) for name in names]
-            while gatherings:
-                name, gathering = gatherings.pop(0)
-                whole = gathering()
-                del gathering  # which keeps it
-                if name in kept and failure is None and whole is not None:
-                    try:
-                        copies.append((name, to_host(whole, self._is_alone(name, whole))))
-                    except Exception as error:
-                        failure = error
+        for name, entry in self.index.own_tensors.items():
+            whole = self._sent_to_rank_0(name, entry)
+            if keep and failure is None and whole is not None:
+                try:
+                    copied = self._on_host(name, whole)
+                except Exception as error:
+                    failure = error
+                    continue
                 del whole  # before the next one is made
-            while copies:
-                yield copies.pop()
+                yield name, copied
+                del copied
         if failure is not None:
             raise failure
 
-    def _is_alone(self, name: str, whole: torch.Tensor) -> bool:
-        """Whether ``whole`` was made for this save, and has memory that nothing else uses."""
+    def own_parts(self) -> list[OwnPart]:
+        """Return what this rank writes where all ranks write. Together they write every element once. Communicates nothing."""
+        parts = []
+        for name, entry in self.index.own_tensors.items():
+            value = self._values.get(name)
+            if value is None:
+                continue
+            parameter, ranges = _like(value), [(0, entry.shape.numel())]
+            own: slice | None = None
+            if isinstance(parameter, DistributedParameter):
+                own, ranges = parameter.saved_elements()
+            elif self._first_owners[self._holders[name]] != world_group().rank:
+                continue
+            if own is None or own.start < own.stop:
+                parts.append(OwnPart(name=name, ranges=ranges, read=partial(_elements, value, own)))
+        return parts
+
+    def snapshot(self) -> list[OwnPart]:
+        """Return copies of :meth:`own_parts` in host memory. Communicates nothing."""
+        copies = [part.copied() for part in self.own_parts()]
+        if is_initialized() and current().device.type == "cuda":
+            torch.cuda.current_stream(current().device).synchronize()
+        return copies
+
+    def _on_host(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return ``whole`` in host memory that nothing else uses."""
         value = self._values.get(name)
         like = None if value is None else _like(value)  # None: received from another rank
-        if like is not None and not (isinstance(like, DistributedParameter) and like.is_sharded):
-            return False
-        return whole.is_contiguous() and whole.untyped_storage().nbytes() == whole.nbytes
+        was_made = like is None or (isinstance(like, DistributedParameter) and like.is_sharded)
+        is_alone = was_made and whole.is_contiguous() and whole.untyped_storage().nbytes() == whole.nbytes
+        if is_alone and whole.device.type == "cpu":
+            return whole.detach()
+        return whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-    def _gathered_on(self, rank: int, name: str) -> Gathering:
-        """Start to gather the tensor on ``rank`` of the world. Others get None, or their value of one that is not distributed."""
+    def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
+        """Gather the tensor on ``rank`` of the world. Others get None, or their value of one that is not distributed."""
         value = self._values.get(name)
         if isinstance(value, TensorPart):
             part, parameter, shape = value.value(), value.parameter, value.shape
             if not isinstance(parameter, DistributedParameter):
-                return lambda: part
-            gathering = parameter.start_gather_on(rank, part.to(parameter.device))  # states may live on the host
-            return lambda: None if (whole := gathering()) is None else whole.reshape(shape)
-        return value.start_gather_on(rank) if isinstance(value, DistributedParameter) else lambda: value
+                return part
+            whole = parameter.gather_on(rank, part.to(parameter.device))  # states may live on the host
+            return None if whole is None else whole.reshape(shape)
+        return value.gather_on(rank) if isinstance(value, DistributedParameter) else value
 
-    def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> Gathering:
-        """Start to gather the tensor on rank 0, which is sent those of which it has no part."""
+    def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
+        """Gather the tensor on rank 0, which is sent those of which it has no part."""
         holder = self._holders[name]
-        gathering = self._gathered_on(self._rank_of_share[holder * self._beside.size], name)
-        if holder == 0 or 0 not in self._group.ranks:
-            return gathering
-        return lambda: self._sent(holder, gathering(), entry)
+        whole = self._gathered_on(self._first_owners[holder], name)
+        return whole if holder == 0 or 0 not in self._group.ranks else self._sent(holder, whole, entry)
 
     def _sent(self, holder: int, whole: torch.Tensor | None, entry: TensorEntry) -> torch.Tensor:
         """Return ``whole``, which ``holder`` has, on every rank of the group. Collective."""
@@ -296,47 +239,25 @@ class WholeState:
         return sent
 
 
-def _on_host(whole: torch.Tensor, is_alone: bool) -> torch.Tensor:
-    """Return ``whole`` in host memory that nothing else uses."""
-    if is_alone and whole.device.type == "cpu":
-        return whole.detach()
-    return whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _snapshot(whole: torch.Tensor, is_alone: bool) -> torch.Tensor:
-    """Do the same; from a GPU to pinned memory, where the copy goes on while the next tensor is gathered."""
-    if whole.device.type != "cuda":
-        return _on_host(whole, is_alone)
-    copied = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-    return copied.copy_(whole.detach(), non_blocking=True)
+def _elements(value: Value, own: slice | None) -> torch.Tensor:
+    """Return the elements of ``value``, those of ``own`` if it is a part of a tensor and not a whole one."""
+    if isinstance(value, TensorPart):
+        value = value.value()
+    elif isinstance(value, DistributedParameter):
+        value = value.data
+    return value if own is None else value[own]
 
 
 def _like(value: Value) -> torch.Tensor:
     return value.parameter if isinstance(value, TensorPart) else value
 
 
-def _group_beside(parameter: torch.Tensor | None, known: dict[int, Group]) -> Group | None:
-    """Return a group over which copies of the parameter's parts can be gathered on a thread; None: there is none. Collective."""
-    if not isinstance(parameter, DistributedParameter) or not parameter.is_sharded:
-        return None
-    group = parameter.shard_group
-    if id(group) not in known:
-        known[id(group)] = current().topology.twin(group, BESIDE_THE_PROGRAM)
-        all_gather_object(None, known[id(group)])  # connects it here, in the program's order
-    is_cut = parameter.whole_shape != parameter.full_shape  # along other groups
-    return None if is_cut or known[id(group)] is group else known[id(group)]
-
-
-def _groups(local: LocalState) -> tuple[Group, Group]:
-    """Return the ranks that together hold the whole model, and those that hold what this rank holds. Collective."""
+def _owners(local: LocalState) -> tuple[Group, Sequence[int]]:
+    """Return the group of ranks that together hold the whole model, this one among them, and such ranks with rank 0. Collective."""
     if not is_initialized():
-        return SingleGroup(0), SingleGroup(0)
+        return SingleGroup(0), (0,)
     axes, topology = axes_of_owners(local.parameters), current().topology
-    return topology.group(axes), topology.shard_group(axes)
-
-
-def _bytes(entry: TensorEntry) -> int:
-    return entry.shape.numel() * entry.dtype.itemsize
+    return topology.group(axes), topology.ranks(axes)[0]
 
 
 def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState, group: Group) -> Any:

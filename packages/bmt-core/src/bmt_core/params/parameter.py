@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
 from bmt_core.params.random_fills import NoRandomFills, PartData
-from bmt_core.params.shard import Shard, even_ranges
+from bmt_core.params.shard import Shard, even_ranges, ranges_within
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
 from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
 from bmt_core.run.locality import Locality, check_locality
@@ -214,28 +213,35 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         With ``part``: the whole of what lies like this parameter's part. Collective over the ranks that have a part. Each part is
         sent once, where :meth:`gather_all` sends it to all.
         """
-        return self.start_gather_on(rank, part)()
-
-    def start_gather_on(
-        self, rank: int, part: torch.Tensor | None = None, group: Group | None = None
-    ) -> Callable[[], torch.Tensor | None]:
-        """Start :meth:`gather_on`, and return the function that waits for it and returns its result. Collective.
-
-        So wholes travel to several ranks at the same time. The parameter, or ``part``, must not change until then. ``group``, of
-        the same ranks, takes the place of :attr:`shard_group`: for a ``part`` of a parameter that is not cut, on another thread.
-        """
         with torch.no_grad():
             if self._cuts():
                 whole = self.gather_all() if part is None else self.gather_all_like(part)
-                found = whole if current().rank == rank else None
-                return lambda: found
+                return whole if current().rank == rank else None
             if rank not in self.shard_group.ranks:  # it is sent the same values within a group of its own
-                return lambda: None
-            if group is not None and part is not None:
-                return replace(self._shard, group=group).start_assembling_on(group.ranks.index(rank), part)
+                return None
             self._wait_for_updates()
             own = self.detach() if part is None else part
-            return self._shard.start_assembling_on(self.shard_group.ranks.index(rank), own)
+            return self._shard.assemble_on(self.shard_group.ranks.index(rank), own)
+
+    def saved_elements(self) -> tuple[slice, list[tuple[int, int]]]:
+        """Return what this rank writes of the parameter to a checkpoint, so that all ranks together write every element once.
+
+        That is a slice of :attr:`data`, and where its elements lie in the flattened whole, of :attr:`whole_shape`, one range after
+        the other. Communicates nothing.
+        """
+        topology = current().topology
+        fixed = {place.axis for place in self.locality if place.split_dim is not None or place.is_own}
+        if topology.shard_group(fixed).ranks[0] not in self.shard_group.ranks:  # others write the same values
+            return slice(0, 0), []
+        start, end = self._shard.saved_range
+        ranges, shape, cuts = [(start, end)], list(self.whole_shape), []
+        for place, dim in self._cuts():
+            size = topology.axis_size(place.axis)
+            cuts.append(place.ranges(shape, topology.axis_rank(place.axis), size))
+            shape[dim] //= size
+        for cut in reversed(cuts):
+            ranges = ranges_within(cut, ranges)
+        return slice(start - self._shard.start, end - self._shard.start), ranges
 
     def own_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice, of :attr:`full_shape`, of a ``whole`` tensor of :attr:`whole_shape`."""

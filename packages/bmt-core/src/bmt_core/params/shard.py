@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from bmt_core.comm.protocols import Group, Work
+from bmt_core.comm.protocols import Group
 
 
 def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -49,6 +51,12 @@ class Shard:
         return self.ranges[self.group.rank][1]
 
     @property
+    def saved_range(self) -> tuple[int, int]:
+        """The elements that this rank writes to a checkpoint, of those that it holds: an equal share if all hold all."""
+        ranges = even_ranges(self.numel, self.group.size) if self.replicated else self.ranges
+        return ranges[self.group.rank]
+
+    @property
     def longest(self) -> int:
         """Number of elements of the longest part, to which all are padded on the wire."""
         return max(end - start for start, end in self.ranges)
@@ -66,22 +74,22 @@ class Shard:
         self.group.all_gather(gathered, _padded(part, longest)).wait()
         return self.joined(gathered)
 
-    def start_assembling_on(self, root: int, part: torch.Tensor) -> Callable[[], torch.Tensor | None]:
-        """Start to send every rank's ``part`` to rank ``root`` of the group; return a function that waits for it. Collective.
+    def assemble_on(self, root: int, part: torch.Tensor) -> torch.Tensor | None:
+        """Send every rank's ``part`` to rank ``root`` of the group. Collective.
 
-        The function returns the whole, of ``shape``, on ``root``, and None elsewhere. ``part`` must not change until then.
+        Returns the whole, of ``shape``, on ``root``, and None elsewhere.
         """
         if self.replicated or self.group.size == 1:
-            return lambda: part.reshape(self.shape) if self.group.rank == root else None
+            return part.reshape(self.shape) if self.group.rank == root else None
         own = part.contiguous()
         if self.group.rank != root:
-            sending = self.group.exchange([(own, root)], [])  # empty ones too: all members take part
-            return lambda: _after(sending, None, keep=own)
+            self.group.exchange([(own, root)], []).wait()  # empty ones too: all members take part
+            return None
         whole = torch.empty(self.numel, dtype=part.dtype, device=part.device)
         whole[self.start : self.end] = own
         others = [(whole[start:end], i) for i, (start, end) in enumerate(self.ranges) if i != root]
-        receiving = self.group.exchange([], others)
-        return lambda: _after(receiving, whole.view(self.shape))
+        self.group.exchange([], others).wait()
+        return whole.view(self.shape)
 
     def joined(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if it can."""
@@ -150,8 +158,19 @@ def _contiguous(ranges: Sequence[tuple[int, int]], longest: int) -> bool:
     )
 
 
-def _after(work: Work, result: torch.Tensor | None, keep: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Wait for ``work``, which reads ``keep``, and return ``result``."""
-    work.wait()
-    del keep
-    return result
+def ranges_within(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of the elements that ``inner`` takes of what ``outer`` takes, one range after the other.
+
+    >>> ranges_within([(2, 4), (8, 10)], [(1, 3)])
+    [(3, 4), (8, 9)]
+    """
+    begins = list(accumulate((end - start for start, end in outer), initial=0))
+    found = []
+    for start, end in inner:
+        i = bisect_right(begins, start) - 1
+        while start < end:
+            length = min(end, begins[i + 1]) - start
+            first = outer[i][0] + start - begins[i]
+            found.append((first, first + length))
+            start, i = start + length, i + 1
+    return found

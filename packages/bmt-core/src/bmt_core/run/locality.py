@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
@@ -71,6 +72,22 @@ class Locality:
         sections = torch.split(whole, list(self.sections), self.split_dim) if self.sections else [whole]
         own = [s.narrow(self.split_dim, index * (length := s.shape[self.split_dim] // size), length) for s in sections]
         return own[0] if len(own) == 1 else torch.cat(own, self.split_dim)
+
+    def ranges(self, shape: Sequence[int], index: int, size: int) -> list[tuple[int, int]]:
+        """Return where in a flattened tensor of ``shape`` the elements of :meth:`cut` lie, one range after the other.
+
+        >>> Locality("tensor", split_dim=1).ranges((2, 6), 1, 3)
+        [(2, 4), (8, 10)]
+        """
+        assert self.split_dim is not None
+        length, element = shape[self.split_dim], math.prod(shape[self.split_dim + 1 :])
+        own, offset = [], 0
+        for section in self.sections or (length,):
+            part = section // size
+            own.append(((offset + index * part) * element, (offset + (index + 1) * part) * element))
+            offset += section
+        rows = range(math.prod(shape[: self.split_dim]))
+        return [(row * length * element + start, row * length * element + end) for row in rows for start, end in own]
 
     def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor of which :meth:`cut` makes ``slices``.

@@ -1,0 +1,43 @@
+"""The CRC-32 of a whole, of parts of which nobody has all: each rank computes that of its own.
+
+A CRC-32 is a remainder of polynomials over two elements. That of a whole is the exclusive or of those of its parts, each followed
+by as many zeros as there are bytes behind it (Adler's ``crc32_combine`` in zlib, which Python does not offer).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+_POLYNOMIAL = 0xEDB88320  # its highest power, 32, left out; the bit of the lowest power is the highest one
+_ONE = 1 << 31
+
+
+def followed_by(checksum: int, count: int) -> int:
+    """Return what ``checksum`` of a part adds, by exclusive or, to that of a whole in which ``count`` bytes follow the part.
+
+    >>> import zlib
+    >>> followed_by(zlib.crc32(b"check"), 3) ^ zlib.crc32(b"sum") == zlib.crc32(b"checksum")
+    True
+    """
+    return _product(_shift(count), checksum) if count else checksum
+
+
+@lru_cache(maxsize=1024)
+def _shift(count: int) -> int:
+    """Return the remainder of x to the power of the bits in ``count`` bytes."""
+    power, square, exponent = _ONE, _ONE >> 1, 8 * count
+    while exponent:
+        if exponent & 1:
+            power = _product(power, square)
+        square, exponent = _product(square, square), exponent >> 1
+    return power
+
+
+def _product(one: int, other: int) -> int:
+    product = 0
+    while one:
+        if one & _ONE:
+            product ^= other
+        one = one << 1 & 0xFFFFFFFF
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
