@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipeline_trainings import Piped, loss_of, text
 from bmt_core.run.runtime import current
 from bmt_core.testing import rank_pool, run_ranks
 from bmt_optim import OptimManager
-from bmt_pipeline import train_step
+from bmt_pipeline import failures, train_step
 
 
 class Interrupt(Exception):
@@ -197,3 +198,49 @@ def test_pipelines_that_all_failed_go_on_and_name_the_next_failure() -> None:
             [True, False],
             [False, True],
         ]
+
+
+def where_both_pipelines_fail() -> list[str]:
+    """What of two steps of a list raises, if the layers on stage 1 fail in the first backward.
+
+    The first pipeline ends its forward after the other one has failed in its backward.
+    """
+    model, run, step = Piped(4, 2, False), current(), 0
+    is_first = run.topology.axis_rank("dp") == 0
+    raised: list[str] = []
+
+    def fail(module: Any, args: Any, output: torch.Tensor) -> None:
+        if step == 0 and run.topology.axis_rank("pp") == 1:
+            output.register_hook(interrupt)
+            if is_first and module.calls == 4:
+                number = failures._steps[run]
+                deadline = time.monotonic() + 20
+                while not any(failures._store().check([f"failure/{n}"]) for n in (number, number + 1)):
+                    assert time.monotonic() < deadline
+
+    def count(module: Any, args: Any) -> None:
+        module.calls = getattr(module, "calls", 0) + 1
+
+    last = model.layers.layers()[-1]
+    last.register_forward_pre_hook(count)
+    last.register_forward_hook(fail)
+    for ids, targets in list(zip(*text(), strict=True))[:2]:
+        own, wanted = (x.chunk(run.world_size)[run.rank] for x in (ids, targets))
+        try:
+            loss = loss_of(model(own), wanted)
+        except Exception as error:
+            raised.append(f"forward of step {step}: {error}")
+        else:
+            try:
+                loss.backward()  # type: ignore[no-untyped-call]
+            except Exception as error:
+                raised.append(f"backward of step {step}: {error}")
+        step += 1
+    return raised
+
+
+def test_a_failure_in_the_backward_of_one_pipeline_is_none_of_the_forward_of_another() -> None:
+    init = {"pipe_size": 2, "num_micro_batches": 4, "timeout": 30}
+    for raised in run_ranks(where_both_pipelines_fail, 4, init=init):
+        assert len(raised) == 1, raised
+        assert raised[0].startswith("backward of step 0: ") and "no luck" in raised[0]

@@ -27,7 +27,7 @@ class Failure(NamedTuple):
 
 
 def begin_step() -> None:
-    """Count a step, or a call of a list: what failed in one before, and was caught, is over."""
+    """Count a step, a call of a list, or its backward: what failed in one before, and was caught, is over."""
     _steps[current()] = _steps.get(current(), 0) + 1
 
 

@@ -18,6 +18,7 @@ from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates
 from bmt_pipeline.agreement import raise_together
+from bmt_pipeline.failures import begin_step
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 from bmt_pipeline.schedules import Kind, Schedule
 from bmt_pipeline.stage_runner import Layouts, StageRunner
@@ -152,6 +153,7 @@ class PipelinedCall:
 
     def run_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients of the whole batch, given those of what :meth:`run` returned. Collective."""
+        begin_step()  # another pipeline may still run the forward, which has not failed
         layout = self._layouts[self._schedule.parts]
         assert layout is not None
         count = len(layout.tensors())
