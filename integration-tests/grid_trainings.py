@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from bmt_core.checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.comm.objects import all_gather_object
@@ -200,14 +201,16 @@ def _go_on(before: dict[str, Any], model: Model, manager: OptimManager) -> Recor
 
 
 def _everything(model: Model, manager: OptimManager) -> dict[str, Any]:
-    """All numbers of a run by name, whole; those of the optimizer on rank 0."""
+    """All numbers of a run by name, whole, in host memory; those of the optimizer on rank 0."""
     manager.read_outcome()
-    parts = all_gather_object({name: value.clone() for name, value in model.state_dict().items()}, current().world)
+    parts = all_gather_object(
+        {name: value.cpu().clone() for name, value in model.state_dict().items()}, current().world
+    )
     model_state = {name: value for part in parts for name, value in part.items()}
     state = manager.state_dict(gather_opt=True, named_parameters=list(model.named_parameters()))
     for group in state["logical"]["groups"][0]:
         group["params"] = sorted(group["params"])
-    return {"model": model_state, "optimizer": state}
+    return {"model": model_state, "optimizer": tree_map_only(torch.Tensor, torch.Tensor.cpu, state)}
 
 
 def _unequal(one: Any, other: Any, tolerance: float, name: str = "") -> list[str]:

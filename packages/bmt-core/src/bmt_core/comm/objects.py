@@ -1,4 +1,8 @@
-"""Python objects exchanged between ranks: pickled, and sent as bytes."""
+"""Python objects exchanged between ranks: pickled, and sent as bytes.
+
+[Note: short objects] Ranks do not know how long the objects of others are. So each first sends a message of one length, with the
+length of its object and as much of the object as there is room for: a short object needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ import torch
 
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, RemoteError
+
+_START, _ROOM = 512, 504
+"""Bytes of the first message, and what of the object has room in it: see [Note: short objects]."""
 
 
 def all_gather_object(obj: object, group: Group) -> list[Any]:
@@ -25,16 +32,22 @@ def all_gather_object(obj: object, group: Group) -> list[Any]:
 
 
 def _all_gathered(obj: object, group: Group) -> list[Any]:
-    payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    sizes = torch.zeros(group.size, dtype=torch.int64)
-    group.all_gather(sizes, torch.tensor([payload.numel()])).wait()
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: payload.numel()] = payload
-    gathered = torch.empty(group.size * longest, dtype=torch.uint8)
-    group.all_gather(gathered, padded).wait()
-    parts = gathered.view(group.size, longest)
-    return [pickle.loads(_bytes_of(parts[i, : int(size)])) for i, size in enumerate(sizes)]
+    payload = bytearray(pickle.dumps(obj))
+    starts = torch.empty(group.size * _START, dtype=torch.uint8)
+    group.all_gather(starts, _start_of(payload)).wait()
+    found = [_length_and_start(start) for start in starts.view(group.size, _START)]
+    longest = max(length for length, _ in found) - _ROOM
+    if longest <= 0:
+        return [pickle.loads(start[:length]) for length, start in found]
+    rest = torch.zeros(longest, dtype=torch.uint8)
+    if len(payload) > _ROOM:
+        rest[: len(payload) - _ROOM] = torch.frombuffer(payload, dtype=torch.uint8, offset=_ROOM)
+    rests = torch.empty(group.size * longest, dtype=torch.uint8)
+    group.all_gather(rests, rest).wait()
+    pairs = zip(found, rests.view(group.size, longest), strict=True)
+    return [
+        pickle.loads((start + _bytes_of(rest[: max(length - _ROOM, 0)]))[:length]) for (length, start), rest in pairs
+    ]
 
 
 def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
@@ -46,14 +59,17 @@ def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
 
 
 def _broadcasted(obj: object, group: Group, src: int) -> Any:
-    payload = bytearray(pickle.dumps(obj)) if group.rank == src else bytearray(1)
-    size = torch.tensor([len(payload)])
-    group.broadcast(size, src).wait()
-    data = torch.empty(int(size), dtype=torch.uint8)
+    payload = bytearray(pickle.dumps(obj)) if group.rank == src else bytearray()
+    message = _start_of(payload)
+    group.broadcast(message, src).wait()
+    length, start = _length_and_start(message)
+    if length <= _ROOM:
+        return pickle.loads(start[:length])
+    rest = torch.empty(length - _ROOM, dtype=torch.uint8)
     if group.rank == src:
-        data.copy_(torch.frombuffer(payload, dtype=torch.uint8))
-    group.broadcast(data, src).wait()
-    return pickle.loads(_bytes_of(data))
+        rest.copy_(torch.frombuffer(payload, dtype=torch.uint8, offset=_ROOM))
+    group.broadcast(rest, src).wait()
+    return pickle.loads(start + _bytes_of(rest))
 
 
 def send_object(obj: object, group: Group, dst: int) -> None:
@@ -81,6 +97,16 @@ def _reachable() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise RemoteError(f"A rank ended or cannot be reached any more: {error}") from error
+
+
+def _start_of(payload: bytearray) -> torch.Tensor:
+    start = len(payload).to_bytes(_START - _ROOM, "little") + payload[:_ROOM]
+    return torch.frombuffer(bytearray(start.ljust(_START, b"\0")), dtype=torch.uint8)
+
+
+def _length_and_start(message: torch.Tensor) -> tuple[int, bytearray]:
+    data = _bytes_of(message)
+    return int.from_bytes(data[: _START - _ROOM], "little"), data[_START - _ROOM :]
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytearray:
