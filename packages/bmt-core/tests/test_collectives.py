@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 import torch
 
 import bmt_core
+from bmt_core.comm import all_gather_object, broadcast_object, objects
 from bmt_core.comm.torch_backend import TorchGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import collectives as distributed
+from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 
 WORLD_SIZES = [1, 2, 4]
@@ -379,3 +383,23 @@ def on_the_device() -> None:
 @pytest.mark.gpu
 def test_tensors_of_devices_travel() -> None:
     run_ranks(on_the_device, min(2, torch.cuda.device_count()), init={"device": "cuda"})
+
+
+LENGTHS = (0, *range(484, 490), 5000)
+
+
+def objects_of_all_lengths() -> None:
+    """Of one message, of a byte less and more, of many more, and each of these on some ranks only."""
+    world = current().world
+    for lengths in itertools.product(LENGTHS, repeat=2):
+        expected = [bytes([rank]) * lengths[rank] for rank in range(world.size)]
+        assert all_gather_object(expected[world.rank], world) == expected
+    for length, source in itertools.product(LENGTHS, range(world.size)):
+        assert broadcast_object(bytes([world.rank]) * length, world, source) == bytes([source]) * length
+
+
+def test_objects_of_any_length_arrive_whole() -> None:
+    """See the note about short objects in :mod:`bmt_core.comm.objects`."""
+    pickled = {len(pickle.dumps(bytes(length))) for length in LENGTHS}
+    assert pickled >= {objects._ROOM - 1, objects._ROOM, objects._ROOM + 1}
+    run_ranks(objects_of_all_lengths, 2)

@@ -44,10 +44,11 @@ def _all_gathered(obj: object, group: Group) -> list[Any]:
         rest[: len(payload) - _ROOM] = torch.frombuffer(payload, dtype=torch.uint8, offset=_ROOM)
     rests = torch.empty(group.size * longest, dtype=torch.uint8)
     group.all_gather(rests, rest).wait()
-    pairs = zip(found, rests.view(group.size, longest), strict=True)
-    return [
-        pickle.loads((start + _bytes_of(rest[: max(length - _ROOM, 0)]))[:length]) for (length, start), rest in pairs
+    whole = [
+        start + _bytes_of(rest[: length - _ROOM]) if length > _ROOM else start
+        for (length, start), rest in zip(found, rests.view(group.size, longest), strict=True)
     ]
+    return [pickle.loads(data[:length]) for data, (length, _) in zip(whole, found, strict=True)]
 
 
 def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
