@@ -2,7 +2,8 @@
 
 torch.save and torch.load: rank 0 alone, of the plain model. DCP: ``torch.distributed.checkpoint`` of the same model under
 FSDP2. bmt: a directory, of the same model in Blocks. All three have their files on the disk when a save ends; torch.save is given
-an ``fsync`` for it. Cases take turns; figures are the seconds of the slowest rank, medians over rounds. The pause is what
+an ``fsync`` for it. Every save makes new files, as those of a training do; what the case saved before is deleted first, which does
+not count. Cases take turns; figures are the seconds of the slowest rank, medians over rounds. The pause is what
 ``bmt.save(non_blocking=True)`` takes until it returns; the copy, what a rank takes to copy the bytes of its snapshot in memory.
 """
 
@@ -31,6 +32,10 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_zero import Block
 
+_TORCH, _DCP, _BMT, _PAUSE = "torch.save", "DCP save", "bmt save", "pause of bmt save(non_blocking=True)"
+_SAVED = {_TORCH: "plain.pt", _DCP: "dcp", _BMT: "bmt", _PAUSE: "beside"}
+"""Under which name each of these cases saves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -55,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         rows = [Row(case=name, bytes=cases.bytes, seconds=[]) for name in cases.all]
         for _ in range(options.rounds):
             for row in rows:
+                cases.delete_saved_by(row.case)
                 row.seconds.append(_timed(cases.all[row.case]))
         differing = cases.count_differences()
         if current().rank == 0:
@@ -97,15 +103,22 @@ class _Cases:
         self.bytes = sum(tensors)
         self._snapshot = [torch.ones(size // 4 // current().world.size) for size in tensors]
         self.all: dict[str, Callable[[], object]] = {
-            "torch.save": self._torch_save,
+            _TORCH: self._torch_save,
             "torch.load": self._torch_load,
-            "DCP save": lambda: dcp.save(self._fsdp.state_dict(), checkpoint_id=self._folder / "dcp"),
+            _DCP: lambda: dcp.save(self._fsdp.state_dict(), checkpoint_id=self._folder / _SAVED[_DCP]),
             "DCP load": self._dcp_load,
-            "bmt save": lambda: save(self._blocks, f"{self._folder}/bmt/"),
-            "bmt load": lambda: load(self._blocks, f"{self._folder}/bmt/"),
-            "pause of bmt save(non_blocking=True)": lambda: save(self._blocks, f"{self._folder}/beside/", True),
+            _BMT: lambda: save(self._blocks, f"{self._folder / _SAVED[_BMT]}/"),
+            "bmt load": lambda: load(self._blocks, f"{self._folder / _SAVED[_BMT]}/"),
+            _PAUSE: lambda: save(self._blocks, f"{self._folder / _SAVED[_PAUSE]}/", True),
             "copy of its snapshot": lambda: [tensor.clone() for tensor in self._snapshot],
         }
+
+    def delete_saved_by(self, case: str) -> None:
+        """Delete what ``case`` has saved, if it saves. Collective."""
+        if case in _SAVED and current().rank == 0:
+            saved = self._folder / _SAVED[case]
+            saved.unlink() if saved.is_file() else shutil.rmtree(saved, ignore_errors=True)
+            os.sync()
 
     def count_differences(self) -> int:
         """Return how many tensors of the loaded model are not those that the plain model has, on rank 0. Collective."""
@@ -115,18 +128,18 @@ class _Cases:
 
     def _torch_save(self) -> None:
         if self._plain is not None:
-            with (self._folder / "plain.pt").open("wb") as file:
+            with (self._folder / _SAVED[_TORCH]).open("wb") as file:
                 torch.save(self._plain.state_dict(), file)
                 file.flush()
                 os.fsync(file.fileno())
 
     def _torch_load(self) -> None:
         if self._plain is not None:
-            self._plain.load_state_dict(torch.load(self._folder / "plain.pt", weights_only=True))
+            self._plain.load_state_dict(torch.load(self._folder / _SAVED[_TORCH], weights_only=True))
 
     def _dcp_load(self) -> None:
         state = self._fsdp.state_dict()
-        dcp.load(state, checkpoint_id=self._folder / "dcp")
+        dcp.load(state, checkpoint_id=self._folder / _SAVED[_DCP])
         self._fsdp.load_state_dict(state)
 
 
@@ -154,9 +167,9 @@ def _table(rows: Sequence[Row]) -> str:
     width = max(map(len, median))
     lines = [f"{rows[0].bytes / 1e9:.2f} GB on {current().world.size} ranks, seconds: median (all rounds)"]
     lines += [f"{row.case:{width}} {row.median:8.3f} ({', '.join(f'{s:.3f}' for s in row.seconds)})" for row in rows]
-    pause, copy = rows[-2].case, rows[-1].case
+    copy = rows[-1].case
     lines.append(
-        f"bmt to DCP: save {median['DCP save'] / median['bmt save']:.2f}, load {median['DCP load'] / median['bmt load']:.2f};"
-        f" pause to copy: {median[pause] / median[copy]:.2f}"
+        f"bmt to DCP: save {median[_DCP] / median[_BMT]:.2f}, load {median['DCP load'] / median['bmt load']:.2f};"
+        f" pause to copy: {median[_PAUSE] / median[copy]:.2f}"
     )
     return "\n".join(lines)
