@@ -9,7 +9,6 @@ from collections.abc import Callable
 from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
-from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
@@ -46,12 +45,11 @@ def start_save(what: str, write: Callable[[], None]) -> None:
 
 
 def group_of_writers() -> Group:
-    """Return a group of all ranks for the thread of :func:`start_save`, beside what the program communicates. Collective."""
-    if not is_initialized():
-        return world_group()
-    group = current().topology.twin(world_group(), BESIDE_THE_PROGRAM)
-    all_gather_object(None, group)  # connects it here, in the program's order
-    return group
+    """Return a group of all ranks for the thread of :func:`start_save`, beside what the program communicates.
+
+    Let the program use it once before, which connects it, so that ranks do so in the program's order.
+    """
+    return current().topology.twin(world_group(), BESIDE_THE_PROGRAM) if is_initialized() else world_group()
 
 
 def wait_for_saves() -> None:

@@ -64,9 +64,8 @@ class DirectorySave:
         return self._state.own_parts()
 
     def snapshot(self) -> list[OwnPart]:
-        """Return copies of what this rank writes, as it is now. Collective at its end."""
-        with collective_section(world_group(), self._what):
-            return self._state.snapshot()
+        """Return copies of what this rank writes, as it is now. Communicates nothing."""
+        return self._state.snapshot()
 
     def write(self, parts: Sequence[OwnPart], group: Group) -> None:
         """Write ``parts``, and replace the index when all ranks have. Collective over ``group``, which is all ranks.

@@ -86,7 +86,9 @@ def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFor
 def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
     save = DirectorySave(target, state, what)
     if non_blocking:
-        copies, group = save.snapshot(), group_of_writers()
+        group = group_of_writers()
+        with collective_section(group, what):
+            copies = save.snapshot()
         start_save(what, lambda: save.write(copies, group))
     else:
         save.write(save.parts(), world_group())

@@ -105,8 +105,9 @@ def save_checkpoint(
         if not non_blocking:
             write([save.parts() for save in saves], group)
             return final
-        copies, writers = [save.snapshot() for save in saves], group_of_writers()
-        with collective_section(group, what):
+        writers = group_of_writers()
+        with collective_section(writers, what):
+            copies = [save.snapshot() for save in saves]
             training = copy.deepcopy(training)  # the program goes on and changes what it gave
     start_save(what, lambda: write(copies, writers))
     return final
