@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -257,7 +257,6 @@ def test_no_mask_means_a_full_one_and_padding_is_not_read() -> None:
 # --- the data ---
 
 
-@settings(deadline=None)
 @given(
     num_windows=st.integers(12, 90),
     batch_size=st.sampled_from([4, 8, 12]),

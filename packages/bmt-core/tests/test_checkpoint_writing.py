@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from torch import nn
 import bmt_core
 from bmt_core.checkpoint import CheckpointFormat, Index, TorchFormat, wait_for_saves
 from bmt_core.checkpoint.choice import choose_format
+from bmt_core.checkpoint.state_tensors import TensorPart
+from bmt_core.checkpoint.whole_state import LocalState, WholeState
 from bmt_core.errors import CheckpointError, PluginError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins import Registry
@@ -268,3 +271,36 @@ def test_what_is_no_format_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
 def test_unknown_format_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(PluginError, match="Did you mean 'torch'"):
         bmt_core.save(nn.Linear(1, 1), "model.pt", format="torhc")
+
+
+class BusyOwner:
+    """Of a parameter that an optimizer updates beside the program."""
+
+    def __init__(self) -> None:
+        self.is_updating = True
+
+    def wait_for_updates(self) -> None:
+        self.is_updating = False
+
+
+def saved_parts_while_updating() -> None:
+    for of_state in (False, True):
+        owner, parameter = BusyOwner(), DistributedParameter(torch.ones(4))
+        parameter.owner_reference = weakref.ref(owner)  # type: ignore[arg-type]
+
+        def moment(owner: BusyOwner = owner) -> torch.Tensor:
+            assert not owner.is_updating, "read too early"
+            return torch.zeros(4)
+
+        part = TensorPart(name="moment", shape=torch.Size([4]), dtype=torch.float32, parameter=parameter, value=moment)
+        model = torch.nn.Module()
+        model.weight = parameter
+        local = LocalState.of_parts([part]) if of_state else LocalState.of_model(model)
+        (own,) = WholeState(lambda local=local: local, "saving").own_parts()  # type: ignore[misc]
+        assert own.on_host().tolist() == [float(not of_state)] * 4
+        assert not owner.is_updating
+
+
+def test_what_a_rank_writes_is_read_after_updates_that_overlap_the_program() -> None:
+    """``DistributedParameter.wait_for_updates``, for parameters and for the state of their optimizer."""
+    run_ranks(saved_parts_while_updating, 1)

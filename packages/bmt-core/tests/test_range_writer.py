@@ -33,7 +33,7 @@ def divided(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
     return numel, writers
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(divided(), st.sampled_from([torch.uint8, torch.float32, torch.float64]), st.integers(1, 40))
 def test_writers_of_parts_make_the_file_and_its_checksum(
     case: tuple[int, list[list[tuple[int, int]]]], dtype: torch.dtype, piece: int

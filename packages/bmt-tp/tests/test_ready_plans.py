@@ -81,7 +81,7 @@ def sizes(draw: st.DrawFn) -> tuple[str, int, dict[str, int]]:
     return name, tp_size, options
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes())
 def test_a_ready_plan_names_each_parameter_once_and_what_is_cut_is_joined_again(
     drawn_sizes: tuple[str, int, dict[str, int]],

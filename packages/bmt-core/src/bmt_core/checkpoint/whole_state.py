@@ -241,10 +241,13 @@ class WholeState:
 
 def _elements(value: Value, own: slice | None) -> torch.Tensor:
     """Return the elements of ``value``, those of ``own`` if it is a part of a tensor and not a whole one."""
+    parameter = _like(value)
+    if isinstance(parameter, DistributedParameter):
+        parameter.wait_for_updates()
     if isinstance(value, TensorPart):
         value = value.value()
     elif isinstance(value, DistributedParameter):
-        value = value.data
+        value = value.detach()
     return value if own is None else value[own]
 
 

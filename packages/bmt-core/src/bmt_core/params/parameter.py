@@ -166,7 +166,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
             return read_uninitialized(self.full_shape, self.dtype)
         if self._sum is not None:
             self._sum.forget_if_cleared()
-        self._wait_for_updates()
+        self.wait_for_updates()
         gathered: torch.Tensor = _Gather.apply(self, self)  # type: ignore[no-untyped-call]
         return gathered
 
@@ -196,7 +196,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
         Where one rank holds everything (one rank, ZeRO level 0) it is a view of ``part``.
         """
-        self._wait_for_updates()
+        self.wait_for_updates()
         with naming(f"for {self.description}"):
             return self._shard.assemble(part)
 
@@ -219,7 +219,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
                 return whole if current().rank == rank else None
             if rank not in self.shard_group.ranks:  # it is sent the same values within a group of its own
                 return None
-            self._wait_for_updates()
+            self.wait_for_updates()
             own = self.detach() if part is None else part
             return self._shard.assemble_on(self.shard_group.ranks.index(rank), own)
 
@@ -272,7 +272,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
     @property
     def data(self) -> torch.Tensor:
         """The local part; writes through it are seen: see [Note: aliasing]. Random fills raise: see :class:`NoRandomFills`."""
-        self._wait_for_updates()
+        self.wait_for_updates()
         return self.detach().as_subclass(PartData) if self.is_part else self.detach()
 
     @data.setter
@@ -299,7 +299,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
                     "A parameter was copied while it is whole, inside whole_parameters(): the copy would not be sharded. Copy the"
                     " module before or after."
                 )
-            self._wait_for_updates()
+            self.wait_for_updates()
             copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
             copied._set_place(self._shard, self._init_method, self.locality, self._group)
             copied._set_history(self._history())
@@ -310,7 +310,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._wait_for_updates()
+        self.wait_for_updates()
         place = (self._shard.shape, self._shard.ranges, self.shard_group.ranks, self._shard.replicated)
         arguments = (
             self.detach().clone(),
@@ -357,7 +357,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         self._sum: GradientSum | None = None
         self._set_history((False, False, None, False))
 
-    def _wait_for_updates(self) -> None:
+    def wait_for_updates(self) -> None:
+        """Let what follows wait for an update of this parameter, and of its optimizer state, that overlaps it."""
         owner = owner_of(self)
         if owner is not None:
             owner.wait_for_updates()
