@@ -29,7 +29,9 @@ def column_forward(
     """Return the product of all rows with this rank's slice of the weight's output features."""
     if not gather_input:
         return linear(input, weight, bias)
-    output = GatheredRows(_rows(input), chunks).times(weight.t(), bias)
+    gathered = GatheredRows(_rows(input), chunks)
+    output = gathered.times(weight.t(), bias)
+    gathered.end()
     return output.view(input.shape[0] * tensor_ranks().size, *input.shape[1:-1], weight.shape[0])
 
 
@@ -53,7 +55,10 @@ def column_backward(
     of_bias = _bias_gradient(grad, writer) if for_bias else None
     of_weight = None
     if for_weight:
-        of_weight = _weight_gradient(grad, rows if gathered is None else gathered.wait(), writer)
+        whole = rows if gathered is None else gathered.wait()
+        of_weight = _weight_gradient(grad, whole, writer, is_lent=gathered is not None)
+    if gathered is not None:
+        gathered.end()
     return None if wait is None else wait().view(input.shape), of_weight, of_bias
 
 
@@ -86,9 +91,12 @@ def row_backward(
         of_bias = _bias_gradient(grad if scattered else _own_part(grad), writer)
     if for_input:
         of_input = grad.mm(weight) if gathered is None else gathered.times(weight)
+    of_weight = None
+    if for_weight:
+        whole = grad if gathered is None else gathered.wait()
+        of_weight = _weight_gradient(whole, rows, writer, is_lent=gathered is not None)
     if gathered is not None:
-        grad = gathered.wait()
-    of_weight = _weight_gradient(grad, rows, writer) if for_weight else None
+        gathered.end()
     return None if of_input is None else of_input.view(input.shape), of_weight, of_bias
 
 
@@ -102,8 +110,10 @@ def _own_part(rows: torch.Tensor) -> torch.Tensor:
     return rows.tensor_split(ranks.size)[ranks.rank]
 
 
-def _weight_gradient(grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:
-    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input)
+def _weight_gradient(
+    grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None, *, is_lent: bool
+) -> torch.Tensor | None:
+    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input, is_lent=is_lent)
 
 
 def _bias_gradient(grad: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:

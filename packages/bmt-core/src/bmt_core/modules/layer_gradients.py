@@ -30,8 +30,11 @@ class GradientWriter(Protocol):
     def begin_backward(self) -> None:
         """Have the values of the weight there."""
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
-        """Write ``gradᵀ input`` of (n, out) and (n, in) where it is reduced from, or return it for autograd."""
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor | None:
+        """Write ``gradᵀ input`` of (n, out) and (n, in) where it is reduced from, or return it for autograd.
+
+        ``is_lent``: after this call, somebody else may write to the memory of ``grad`` and ``input``.
+        """
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
         """Write the sum of the rows of ``grad`` (n, out) where it is reduced from, or return it for autograd."""

@@ -155,8 +155,10 @@ class _Writer:
         if self._call is not None:
             self._call.begin_backward()
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
-        return _written(self._call, self._layer.weight, WeightGradient(grad.t(), input))
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor | None:
+        gradient = WeightGradient(grad.t(), input)
+        gradient.is_lent = is_lent
+        return _written(self._call, self._layer.weight, gradient)
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
         assert self._layer.bias is not None
@@ -166,6 +168,8 @@ class _Writer:
 class LayerGradient:
     """A gradient that can be computed from ``factors``, of which the first is the gradient of the layer's output."""
 
+    is_lent = False
+    """Whether the memory of the factors is somebody else's when the call that made this object has returned."""
     _versions: list[int]
 
     def __init__(self, *factors: torch.Tensor) -> None:
@@ -189,7 +193,7 @@ class LayerGradient:
 
     def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
         """Get ready to be computed after the backward pass, when memory of which ``may_be_freed`` says so is gone."""
-        grad, *inputs = [factor.clone() if may_be_freed(factor) else factor for factor in self._factors]
+        grad, *inputs = [factor.clone() if self.is_lent or may_be_freed(factor) else factor for factor in self._factors]
         # An input has the graph behind it. A gradient has not; kept as it is, torch does not take it over as .grad of others.
         self._factors = grad, *[input.detach() for input in inputs]
         self._versions = [factor._version for factor in self._factors]
