@@ -91,9 +91,9 @@ def test_rows_travel_by_copies_between_devices_also_when_they_grow() -> None:
         assert is_right
 
 
-def test_without_the_compiled_kernels_rows_travel_by_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BMT_KERNELS", "reference")
-    for taken, is_right in run_ranks(transfers_taken, 2, [(4, 16)], init={"tp_size": 2, **CUDA}):
+def test_without_the_compiled_kernels_rows_travel_by_collectives() -> None:
+    env = {"BMT_KERNELS": "reference"}
+    for taken, is_right in run_ranks(transfers_taken, 2, [(4, 16)], init={"tp_size": 2, **CUDA}, env=env):
         assert taken == ["LaneTransfer"]
         assert is_right
 

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure and print the table; the exit status is 1 if a case failed otherwise than for lack of memory."""
     options = _parser().parse_args(arguments)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS, tp_size=world)
+    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS, tp_size=world, check_calls=False)
     try:
         device = bmt.current().device
         prepare(device)

@@ -66,8 +66,10 @@ def row_forward(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scattered: bool, chunks: int | None
 ) -> torch.Tensor:
     """Return the sum over the ranks of their products: of this rank's rows if ``scattered``, else of all rows."""
-    start = summed_product if scattered else reduced_product
-    output = start(_rows(input), weight.t(), bias, chunks)()
+    if scattered:
+        output = summed_product(_rows(input), weight.t(), bias, chunks, waits_at_once=True)()
+    else:
+        output = reduced_product(_rows(input), weight.t(), bias, chunks)()
     rows = input.shape[0] // tensor_ranks().size if scattered else input.shape[0]
     return output.view(rows, *input.shape[1:-1], weight.shape[0])
 

@@ -65,27 +65,43 @@ class GatheredRows:
 
 
 def summed_product(
-    input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, chunks: int | None
+    input: torch.Tensor,
+    factor: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int | None,
+    *,
+    waits_at_once: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Start ``input factor`` of (W * rows, in), whose sum over the ranks is scattered: each gets its (rows, out), plus ``bias``.
 
-    Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. Collective. Volume: each
-    rank sends (W - 1) * rows.
+    Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. ``waits_at_once``: the caller
+    computes nothing before. Collective. Volume: each rank sends (W - 1) * rows.
     """
     ranks = tensor_ranks()
     inputs = input.chunk(ranks.size)
     shape = (ranks.size, inputs[0].shape[0], factor.shape[1])
     transfer = begin_transfer(ranks, input, shape)
     parts, sent = transfer.of_ranks, input.new_empty(shape).unbind()
-    for piece in _pieces(ranks, inputs[0], chunks):
+    pieces = _pieces(ranks, inputs[0], chunks)
+    # The product of this rank's rows can add what has arrived of one other rank, if that has the time to arrive meanwhile.
+    adds = ranks.size == 2 and not (waits_at_once and len(pieces) == 1)
+    for piece in pieces:
         outgoing = part_of(sent[piece.to], piece.part)
-        _product(part_of(inputs[piece.to], piece.part), factor, None, outgoing)
+        _product(part_of(inputs[piece.to], piece.part), factor, bias if adds else None, outgoing)
         transfer.start(outgoing, piece)
-    _product(inputs[ranks.rank], factor, bias, parts[ranks.rank])
+    if not adds:
+        _product(inputs[ranks.rank], factor, bias, parts[ranks.rank])
 
     def wait() -> torch.Tensor:
-        transfer.wait()
-        total = parts[0] + parts[1] if len(parts) == 2 else transfer.all_rows.sum(0)
+        if adds:
+            total = input.new_empty(shape[1:])
+            for _, source, part in pieces:
+                transfer.wait_for_next()
+                arrived, own = part_of(parts[source], part), part_of(inputs[ranks.rank], part)
+                torch.addmm(arrived, own, factor, out=part_of(total, part))
+        else:
+            transfer.wait()
+            total = parts[0] + parts[1] if ranks.size == 2 else transfer.all_rows.sum(0)
         transfer.end()
         return total
 

@@ -50,10 +50,11 @@ _PATIENCE = 3.0  # seconds for which what is under way may stand still when a ra
 
 
 class Inbox:
-    """The memory of one transfer, and where it is among the counters."""
+    """The memory of one transfer, and where it is among the counters. The ``computation`` that uses it is a stream's address."""
 
-    def __init__(self, peers: PeerRows, memory: _Memory, number: int, use: int, view: _View) -> None:
+    def __init__(self, peers: PeerRows, memory: _Memory, number: int, use: int, view: _View, computation: int) -> None:
         self._peers = peers
+        self._computation = computation
         self._memory = memory
         self._number = number
         self._use = use
@@ -66,15 +67,15 @@ class Inbox:
         """Copy contiguous ``rows``, which the computation has been given, to rank ``to``: this rank's rows from ``first`` on."""
         own = self.of_ranks[self._peers.rank]
         offset = own.data_ptr() - self._memory.address + first * own.stride(0) * own.element_size()
-        self._peers.copy(rows, to, self._memory.theirs[to] + offset, self._number, self._use)
+        self._peers.copy(rows, to, self._memory.theirs[to] + offset, self._number, self._use, self._computation)
 
     def expect(self, source: int) -> None:
         """Note that the next piece of rank ``source`` belongs here."""
         self._expected.append((source, self._peers.next_from(source)))
 
     def wait_for_next(self) -> None:
-        """Let the current stream wait for the first piece that nobody has waited for."""
-        self._peers.wait(*self._expected.popleft())
+        """Let the computation wait for the first piece that nobody has waited for."""
+        self._peers.wait(*self._expected.popleft(), self._computation)
 
     def wait(self) -> None:
         """Let it wait for the rest."""
@@ -82,11 +83,11 @@ class Inbox:
             self.wait_for_next()
 
     def close(self) -> None:
-        """Let the others write here again, after what the current stream has been given. It waits for this rank's copies."""
+        """Let the others write here again, after what the computation has been given. It waits for this rank's copies."""
         if self._is_open:
             self._is_open = False
             self.wait()
-            self._peers.serve_again(self._number, self._use)
+            self._peers.serve_again(self._number, self._use, self._computation)
 
 
 class PeerRows:
@@ -96,6 +97,7 @@ class PeerRows:
         self.rank = group.rank
         self._group = group
         self.lane = lane
+        self._lane_stream = lane.stream.cuda_stream
         self._link = link
         self._counters = counters
         self._device = runtime.device
@@ -124,9 +126,10 @@ class PeerRows:
         self._next = (number + 1) % INBOXES
         self._uses[number] += 1
         self._is_in_use[number] = True
-        return Inbox(self, self._memory, number, self._uses[number], view)
+        computation = torch.cuda.current_stream(self._device).cuda_stream
+        return Inbox(self, self._memory, number, self._uses[number], view, computation)
 
-    def copy(self, rows: torch.Tensor, to: int, target: int, number: int, use: int) -> None:
+    def copy(self, rows: torch.Tensor, to: int, target: int, number: int, use: int, computation: int) -> None:
         """Queue the copy of ``rows`` to the address ``target`` in rank ``to``'s inbox ``number``, for its ``use``-th transfer."""
         self._sent[to] += 1
         counters = self._counters
@@ -138,8 +141,8 @@ class PeerRows:
             (use - 1) & WRAP,
             counters.full(to, self.rank),
             self._sent[to] & WRAP,
-            self._computation(),
-            self.lane.stream.cuda_stream,
+            computation,
+            self._lane_stream,
         )
 
     def next_from(self, source: int) -> int:
@@ -147,14 +150,13 @@ class PeerRows:
         self._expected[source] += 1
         return self._expected[source]
 
-    def wait(self, source: int, piece: int) -> None:
-        """Let the current stream wait for that piece."""
-        self._link.wait(self._counters.full(self.rank, source), piece & WRAP, self._computation())
+    def wait(self, source: int, piece: int, computation: int) -> None:
+        """Let the computation wait for that piece."""
+        self._link.wait(self._counters.full(self.rank, source), piece & WRAP, computation)
 
-    def serve_again(self, number: int, use: int) -> None:
-        """Say, after what the current stream has been given and this rank's copies, that the inbox has served ``use`` transfers."""
-        free = self._counters.free(self.rank, number)
-        self._link.write(free, use & WRAP, self.lane.stream.cuda_stream, self._computation())
+    def serve_again(self, number: int, use: int, computation: int) -> None:
+        """Say, after what the computation has been given and this rank's copies, that the inbox has served ``use`` transfers."""
+        self._link.write(self._counters.free(self.rank, number), use & WRAP, self._lane_stream, computation)
         self._is_in_use[number] = False
 
     def close(self) -> None:
@@ -167,9 +169,6 @@ class PeerRows:
         self._views.clear()
         self._memory = None
         self._counters.shared.unmap()
-
-    def _computation(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream
 
     def _new_view(self, number: int, shape: tuple[int, int, int], dtype: torch.dtype) -> _View | None:
         length = shape[0] * shape[1] * shape[2] * dtype.itemsize

@@ -45,3 +45,22 @@ class LayerGradients(Protocol):
 
     def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> GradientWriter | None:
         """Return what this call uses; None where autograd is to do everything (no gradients, autocast, hooks on the weight)."""
+
+
+class GradientPlaces(Protocol):
+    """Where the gradients of a block's parameters are reduced from, for layers inside of compiled code, which knows no Blocks."""
+
+    def place_for(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return where the gradient of ``weight``, a whole parameter, may be computed; None: anywhere else.
+
+        Whoever gets a place returns it to autograd as the gradient. Nobody else gets it in the same backward.
+        """
+
+
+class RunningBackward:
+    """The block whose backward runs, if any. Not thread-local: on GPUs autograd runs in threads of its own."""
+
+    places: GradientPlaces | None = None
+
+
+running_backward = RunningBackward()
