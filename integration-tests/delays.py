@@ -68,7 +68,7 @@ def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
                 module.register_forward_pre_hook(step)
                 module.register_forward_hook(step_backward)
 
-    run, enter, copy = lanes.CudaLane.run, torch.cuda.StreamContext.__enter__, PeerRows.copy
+    run, enter, send = lanes.CudaLane.run, torch.cuda.StreamContext.__enter__, PeerRows.send
 
     def slow_run(lane: Any, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
         def slow_start() -> Work:
@@ -83,14 +83,14 @@ def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
 
         return run(lane, slow_start, then)
 
-    def slow_copy(peers: PeerRows, *arguments: Any) -> None:
+    def slow_send(peers: PeerRows, *arguments: Any) -> None:
         stream = torch.cuda.current_stream()
         torch.cuda.set_stream(peers.lane.stream)
         overwrite_freed_memory()
         if where == "before collectives":
             torch.cuda._sleep(LONG)
         torch.cuda.set_stream(stream)
-        copy(peers, *arguments)
+        send(peers, *arguments)
         torch.cuda.set_stream(peers.lane.stream)
         if where == "after collectives":
             torch.cuda._sleep(LONG)
@@ -103,9 +103,9 @@ def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
             torch.cuda._sleep(LONG)
 
     lanes.CudaLane.run, torch.cuda.StreamContext.__enter__ = slow_run, slow_enter  # type: ignore[method-assign]
-    PeerRows.copy = slow_copy  # type: ignore[method-assign]
+    PeerRows.send = slow_send  # type: ignore[method-assign]
     try:
         yield watch
     finally:
         lanes.CudaLane.run, torch.cuda.StreamContext.__enter__ = run, enter  # type: ignore[method-assign]
-        PeerRows.copy = copy  # type: ignore[method-assign]
+        PeerRows.send = send  # type: ignore[method-assign]

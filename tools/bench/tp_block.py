@@ -31,14 +31,14 @@ from bench.table import OK
 from bench.tp_blocks import KINDS, Blocks, dense_block
 from bench.trace import write_trace
 
-VARIANTS = (
+VARIANTS = (  # in this order: the processes that compile take the host's time while they start, and "local" waits for nobody
+    "local eager",
+    "local compiled",
     "dtensor eager",
     "dtensor compiled",
     "dtensor async",
     "bmt eager",
     "bmt compiled",
-    "local eager",
-    "local compiled",
 )
 # A product's result is rounded once; cut in two, each part and their sum.
 MAX_ROUNDINGS = 3.0

@@ -88,7 +88,7 @@ class BmtBlocks(Blocks):
         return bmt.Block(
             parallel_unit(dense, self.size, self.device),
             use_checkpoint=False,
-            zero_level=1,
+            zero_level=0,
             initialized=True,
             compile=self.mode != "eager",
         )

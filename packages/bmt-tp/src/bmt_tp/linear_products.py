@@ -29,7 +29,7 @@ def column_forward(
     """Return the product of all rows with this rank's slice of the weight's output features."""
     if not gather_input:
         return linear(input, weight, bias)
-    gathered = GatheredRows(_rows(input), chunks)
+    gathered = GatheredRows(_rows(input), chunks, whole=False)
     output = gathered.times(weight.t(), bias)
     gathered.end()
     return output.view(input.shape[0] * tensor_ranks().size, *input.shape[1:-1], weight.shape[0])
@@ -47,7 +47,7 @@ def column_backward(
     """Return the gradients of :func:`column_forward`. The input's is summed over the ranks while the weight's is computed."""
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
-    gathered = GatheredRows(rows) if gather_input and for_weight else None
+    gathered = GatheredRows(rows, whole=True) if gather_input and for_weight else None
     wait: Callable[[], torch.Tensor] | None = None
     if for_input:
         start = summed_product if gather_input else reduced_product
@@ -88,7 +88,7 @@ def row_backward(
     grad, rows = _rows(grad), _rows(input)
     of_input = of_bias = gathered = None
     if scattered:
-        gathered = GatheredRows(grad, chunks)
+        gathered = GatheredRows(grad, chunks, whole=for_weight)
     if for_bias:
         of_bias = _bias_gradient(grad if scattered else _own_part(grad), writer)
     if for_input:

@@ -30,10 +30,10 @@ MIN_ROWS = 2048
 class GatheredRows:
     """The rows of all ranks; ``rows`` are this rank's. They start to travel when the object is made. Collective.
 
-    They are there until :meth:`end`. Volume: each rank receives (W - 1) * rows.
+    ``whole``: also for :meth:`wait`. They are there until :meth:`end`. Volume: each rank receives (W - 1) * rows.
     """
 
-    def __init__(self, rows: torch.Tensor, chunks: int | None = 1) -> None:
+    def __init__(self, rows: torch.Tensor, chunks: int | None = 1, *, whole: bool) -> None:
         ranks = tensor_ranks()
         self._rank = ranks.rank
         self._own = rows.contiguous()
@@ -41,11 +41,12 @@ class GatheredRows:
         self._pieces = _pieces(ranks, rows, chunks)
         for piece in self._pieces:
             self._transfer.start(part_of(self._own, piece.part), piece)
+        if whole:
+            self._transfer.start(self._own, Piece(self._rank, self._rank, None))
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
         self._transfer.wait()
-        self._transfer.of_ranks[self._rank].copy_(self._own)
         return self._transfer.all_rows.flatten(0, 1)
 
     def times(self, factor: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,66 +48,39 @@ _PERIOD = 0.25  # seconds between two looks of the thread
 _PATIENCE = 3.0  # seconds for which what is under way may stand still when a rank has left
 
 
-class Inbox:
-    """The memory of one transfer, and where it is among the counters. The ``computation`` that uses it is a stream's address."""
+class Inbox(NamedTuple):
+    """The memory of one transfer, and where it is among the counters."""
 
-    def __init__(self, peers: PeerRows, memory: _Memory, number: int, use: int, view: _View, computation: int) -> None:
-        self._peers = peers
-        self._computation = computation
-        self._memory = memory
-        self._number = number
-        self._use = use
-        self._expected: deque[tuple[int, int]] = deque()
-        self._is_open = True
-        self.all_rows = view.all_rows
-        self.of_ranks = view.of_ranks
-
-    def send(self, rows: torch.Tensor, to: int, first: int) -> None:
-        """Copy contiguous ``rows``, which the computation has been given, to rank ``to``: this rank's rows from ``first`` on."""
-        own = self.of_ranks[self._peers.rank]
-        offset = own.data_ptr() - self._memory.address + first * own.stride(0) * own.element_size()
-        self._peers.copy(rows, to, self._memory.theirs[to] + offset, self._number, self._use, self._computation)
-
-    def expect(self, source: int) -> None:
-        """Note that the next piece of rank ``source`` belongs here."""
-        self._expected.append((source, self._peers.next_from(source)))
-
-    def wait_for_next(self) -> None:
-        """Let the computation wait for the first piece that nobody has waited for."""
-        self._peers.wait(*self._expected.popleft(), self._computation)
-
-    def wait(self) -> None:
-        """Let it wait for the rest."""
-        while self._expected:
-            self.wait_for_next()
-
-    def close(self) -> None:
-        """Let the others write here again, after what the computation has been given. It waits for this rank's copies."""
-        if self._is_open:
-            self._is_open = False
-            self.wait()
-            self._peers.serve_again(self._number, self._use, self._computation)
+    view: View
+    number: int
+    use: int
+    computation: int
+    """The address of the stream that fills, awaits and reads it."""
 
 
 class PeerRows:
     """The inboxes of this rank, and the way into those of the others."""
 
     def __init__(self, runtime: Runtime, group: Group, lane: CudaLane, link: PeerLink, counters: _Counters) -> None:
-        self.rank = group.rank
-        self._group = group
         self.lane = lane
+        self._group = group
         self._lane_stream = lane.stream.cuda_stream
         self._link = link
         self._counters = counters
         self._device = runtime.device
         self._memory: _Memory | None = None
         self._too_much = WRAP**2  # bytes of an inbox that could not be made
+        self._is_closed = False
+        ranks = range(group.size)
         self._sent = [0] * group.size
-        self._expected = [0] * group.size
+        self._received = [0] * group.size
+        self._full_of_others = [counters.full(rank, group.rank) for rank in ranks]
+        self._full = [counters.full(group.rank, rank) for rank in ranks]
+        self._free = [[counters.free(rank, number) for number in range(INBOXES)] for rank in ranks]
         self._uses = [0] * INBOXES
         self._is_in_use = [False] * INBOXES
         self._next = 0
-        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], _View] = {}
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
         self._watch = _Watch(runtime, counters, group, self._uses)
 
     def inbox(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Inbox | None:
@@ -121,56 +93,57 @@ class PeerRows:
         if self._is_in_use[number] or torch.cuda.is_current_stream_capturing():
             return None
         view = self._views.get((number, shape, dtype)) or self._new_view(number, shape, dtype)
-        if view is None or self._memory is None:
+        if view is None:
             return None
         self._next = (number + 1) % INBOXES
         self._uses[number] += 1
         self._is_in_use[number] = True
-        computation = torch.cuda.current_stream(self._device).cuda_stream
-        return Inbox(self, self._memory, number, self._uses[number], view, computation)
+        return Inbox(view, number, self._uses[number], torch.cuda.current_stream(self._device.index).cuda_stream)
 
-    def copy(self, rows: torch.Tensor, to: int, target: int, number: int, use: int, computation: int) -> None:
-        """Queue the copy of ``rows`` to the address ``target`` in rank ``to``'s inbox ``number``, for its ``use``-th transfer."""
+    def send(self, inbox: Inbox, rows: torch.Tensor, to: int, first: int) -> None:
+        """Copy contiguous ``rows``, which the computation has been given, to rank ``to``: this rank's rows from ``first`` on."""
         self._sent[to] += 1
-        counters = self._counters
         self._link.copy(
             rows.data_ptr(),
             rows.nbytes,
-            target,
-            counters.free(to, number),
-            (use - 1) & WRAP,
-            counters.full(to, self.rank),
+            inbox.view.targets[to] + first * inbox.view.row_bytes,
+            self._free[to][inbox.number],
+            (inbox.use - 1) & WRAP,
+            self._full_of_others[to],
             self._sent[to] & WRAP,
-            computation,
+            inbox.computation,
             self._lane_stream,
         )
 
     def next_from(self, source: int) -> int:
         """Return the number of the next piece that rank ``source`` sends."""
-        self._expected[source] += 1
-        return self._expected[source]
+        self._received[source] += 1
+        return self._received[source]
 
     def wait(self, source: int, piece: int, computation: int) -> None:
         """Let the computation wait for that piece."""
-        self._link.wait(self._counters.full(self.rank, source), piece & WRAP, computation)
+        self._link.wait(self._full[source], piece & WRAP, computation)
 
-    def serve_again(self, number: int, use: int, computation: int) -> None:
-        """Say, after what the computation has been given and this rank's copies, that the inbox has served ``use`` transfers."""
-        self._link.write(self._counters.free(self.rank, number), use & WRAP, self._lane_stream, computation)
-        self._is_in_use[number] = False
+    def serve_again(self, inbox: Inbox) -> None:
+        """Let the others write to the inbox after what the computation has been given; that waits for this rank's copies."""
+        if not self._is_closed:
+            free = self._free[self._group.rank][inbox.number]
+            self._link.write(free, inbox.use & WRAP, self._lane_stream, inbox.computation)
+            self._is_in_use[inbox.number] = False
 
     def close(self) -> None:
         """End the transfers; what is under way is waited for as long as it moves."""
         self._watch.leave()
         torch.cuda.synchronize(self._device)
         self._watch.stop()
+        self._is_closed = True
         if self._memory is not None:
             self._memory.close(self._link)
         self._views.clear()
         self._memory = None
         self._counters.shared.unmap()
 
-    def _new_view(self, number: int, shape: tuple[int, int, int], dtype: torch.dtype) -> _View | None:
+    def _new_view(self, number: int, shape: tuple[int, int, int], dtype: torch.dtype) -> View | None:
         length = shape[0] * shape[1] * shape[2] * dtype.itemsize
         if (self._memory is None or length > self._memory.length) and not self._has_grown(length):
             return None
@@ -179,7 +152,10 @@ class PeerRows:
         all_rows = self._memory.bytes[start : start + length].view(dtype).view(shape)
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
-        view = self._views[number, shape, dtype] = _View(all_rows, all_rows.unbind())
+        row_bytes = shape[2] * dtype.itemsize
+        offset = start + self._group.rank * shape[1] * row_bytes
+        targets = [first + offset for first in self._memory.starts]
+        view = self._views[number, shape, dtype] = View(all_rows, all_rows.unbind(), targets, row_bytes)
         return view
 
     def _has_grown(self, length: int) -> bool:
@@ -199,18 +175,21 @@ class PeerRows:
         return True
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
+    """An inbox as rows, of ``row_bytes``: all, and those of each rank. ``targets``: where each rank has those of this rank."""
+
     all_rows: torch.Tensor
     of_ranks: tuple[torch.Tensor, ...]
+    targets: list[int]
+    row_bytes: int
 
 
 class _Memory(NamedTuple):
-    """The inboxes, of ``length`` bytes each, at ``address`` on this device; ``theirs`` are the addresses of the other ranks'."""
+    """The inboxes, of ``length`` bytes each; ``starts``: where those of each rank begin, the others' in what was ``opened``."""
 
     bytes: torch.Tensor
     length: int
-    address: int
-    theirs: list[int]
+    starts: list[int]
     opened: list[int]
 
     def close(self, link: PeerLink) -> None:
@@ -384,13 +363,16 @@ def _shared_memory(link: PeerLink, group: Group, length: int, device: torch.devi
     except RuntimeError as error:  # out of memory is one, too
         problem = f"rank {group.ranks[group.rank]}: {error}"
     offers = all_gather_object((problem, handle, offset), group)
-    theirs, opened = [0] * group.size, []
+    starts: list[int] = []
+    opened: list[int] = []
     if not any(problem for problem, _, _ in offers):
         try:
             for rank, (_, handle, offset) in enumerate(offers):
-                if rank != group.rank:
+                if rank == group.rank and memory is not None:
+                    starts.append(memory.data_ptr())
+                else:
                     opened.append(link.opened(handle))
-                    theirs[rank] = opened[-1] + offset
+                    starts.append(opened[-1] + offset)
         except RuntimeError as error:
             problem = f"rank {group.ranks[group.rank]}: {error}"
     problems = [*(problem for problem, _, _ in offers), *all_gather_object(problem, group)]
@@ -398,7 +380,7 @@ def _shared_memory(link: PeerLink, group: Group, length: int, device: torch.devi
         for address in opened:
             link.close(address)
         return str(next(filter(None, problems)))
-    return _Memory(memory, length, memory.data_ptr(), theirs, opened)
+    return _Memory(memory, length, starts, opened)
 
 
 def _warn(group: Group, reason: str) -> None:

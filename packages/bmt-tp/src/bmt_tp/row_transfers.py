@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -31,13 +32,13 @@ class RowTransfer(ABC):
     """Rows of other ranks on their way to this one, and of this rank to them. All ranks of the group make it together."""
 
     all_rows: torch.Tensor
-    """(W, rows, features), where the rows of the others arrive; those of this rank are for the caller to write."""
+    """(W, rows, features), where the rows of the others arrive. Those of this rank are for the caller, or for :meth:`start`."""
     of_ranks: tuple[torch.Tensor, ...]
     """The W parts of it."""
 
     @abstractmethod
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
-        """Send ``rows``, which the computation has been given by now, and receive those of ``piece``."""
+        """Send ``rows``, which the computation has been given by now, and receive those of ``piece``; a rank may send to itself."""
 
     @abstractmethod
     def wait_for_next(self) -> None:
@@ -63,6 +64,9 @@ class LaneTransfer(RowTransfer):
 
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
         lane, incoming = self._ranks.lane, part_of(self.of_ranks[piece.source], piece.part)
+        if piece.to == self._ranks.rank:
+            incoming.copy_(rows)
+            return
         lane.after(lane.here())
         start = functools.partial(self._ranks.in_lane.exchange, [(rows, piece.to)], [(incoming, piece.source)])
         self._under_way.append((lane.run(start), rows))
@@ -87,35 +91,45 @@ class LaneTransfer(RowTransfer):
 class PeerTransfer(RowTransfer):
     """A transfer by copies into the other ranks' memory: see :mod:`bmt_tp.peer_rows`."""
 
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
+    def __init__(self, peers: PeerRows, inbox: Inbox) -> None:
+        self._peers = peers
+        self._inbox: Inbox | None = inbox
+        self._expected: deque[tuple[int, int]] = deque()
         self._kept: list[torch.Tensor] = []
-        self.all_rows, self.of_ranks = inbox.all_rows, inbox.of_ranks
+        self.all_rows, self.of_ranks = inbox.view.all_rows, inbox.view.of_ranks
 
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
-        self._inbox.send(rows, piece.to, 0 if piece.part is None else piece.part.start)
-        self._inbox.expect(piece.source)
+        assert self._inbox is not None
+        to, source, part = piece
+        self._peers.send(self._inbox, rows, to, 0 if part is None else part.start)
+        self._expected.append((source, self._peers.next_from(source)))
         self._kept.append(rows)
 
     def wait_for_next(self) -> None:
-        self._inbox.wait_for_next()
+        assert self._inbox is not None
+        source, piece = self._expected.popleft()
+        self._peers.wait(source, piece, self._inbox.computation)
 
     def wait(self) -> None:
-        self._inbox.wait()
+        while self._expected:
+            self.wait_for_next()
 
     def end(self) -> None:
-        self._inbox.close()
-        self._kept.clear()
+        if self._inbox is not None:
+            self.wait()
+            self._peers.serve_again(self._inbox)
+            self._inbox = None
+            self._kept.clear()
 
     def __del__(self) -> None:
-        self._inbox.close()
+        self.end()
 
 
 def begin_transfer(ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int]) -> RowTransfer:
     """Return a transfer of (W, rows, features), in the dtype and on the device of ``like``. Collective."""
     peers = _peers(ranks) if like.is_cuda else None
     inbox = None if peers is None else peers.inbox(shape, like.dtype)
-    return LaneTransfer(ranks, like, shape) if inbox is None else PeerTransfer(inbox)
+    return LaneTransfer(ranks, like, shape) if peers is None or inbox is None else PeerTransfer(peers, inbox)
 
 
 def part_of(rows: torch.Tensor, part: slice | None) -> torch.Tensor:
