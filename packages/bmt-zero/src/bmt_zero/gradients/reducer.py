@@ -178,7 +178,8 @@ class GradientReducer:
     def forget(self, awaited: object) -> None:
         """Learn that the pass that has postponed gradients failed."""
         self._awaited.discard(awaited)
-        self.is_unwatched = False
+        # What a pass before it has left in the same step is still to be watched when the step ends.
+        self.is_unwatched = self._held_back is not None and self._witness is None
 
     def end_pass(self) -> None:
         """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back or postponed.
