@@ -67,8 +67,8 @@ def transfers_taken(shapes: list[tuple[int, ...]]) -> tuple[list[str], bool]:
     taken: list[str] = []
     begin = row_transfers.begin_transfer
 
-    def noted(*arguments: Any) -> row_transfers.RowTransfer:
-        taken.append(type(made := begin(*arguments)).__name__)
+    def noted(*arguments: Any, **options: Any) -> row_transfers.RowTransfer:
+        taken.append(type(made := begin(*arguments, **options)).__name__)
         return made
 
     layer = bmt.nn.ColumnParallelLinear(16, 8, gather_input=True, gather_output=True, dtype=torch.float64)
@@ -96,6 +96,27 @@ def test_without_the_compiled_kernels_rows_travel_by_collectives() -> None:
     for taken, is_right in run_ranks(transfers_taken, 2, [(4, 16)], init={"tp_size": 2, **CUDA}, env=env):
         assert taken == ["LaneTransfer"]
         assert is_right
+
+
+def input_written_after_the_layer() -> bool:
+    """Whether every rank gets the rows that the others had when they called the layer, which write to them right after it."""
+    layer = bmt.nn.ColumnParallelLinear(64, 64, gather_input=True, bias=False)
+    bmt.init_parameters(layer)
+    rows = torch.ones(4096, 64, device=current().device)
+    with torch.no_grad(), delayed("before collectives"):
+        expected = layer(rows)
+        for _ in range(5):
+            found = layer(rows)
+            rows.zero_()
+            torch.cuda.synchronize()
+            if not torch.equal(found, expected):
+                return False
+            rows.fill_(1)
+    return True
+
+
+def test_an_input_may_be_written_to_after_the_layer() -> None:
+    assert all(run_ranks(input_written_after_the_layer, 2, init={"tp_size": 2, **CUDA}))
 
 
 def alone_in_a_layer(sleeps: float) -> str:

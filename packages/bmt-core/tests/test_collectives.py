@@ -398,8 +398,17 @@ def objects_of_all_lengths() -> None:
         assert broadcast_object(bytes([world.rank]) * length, world, source) == bytes([source]) * length
 
 
+def objects_with_a_default_device() -> None:
+    with torch.device("meta"):
+        objects_of_all_lengths()
+
+
 def test_objects_of_any_length_arrive_whole() -> None:
     """See the note about short objects in :mod:`bmt_core.comm.objects`."""
     pickled = {len(pickle.dumps(bytes(length))) for length in LENGTHS}
     assert pickled >= {objects._ROOM - 1, objects._ROOM, objects._ROOM + 1}
     run_ranks(objects_of_all_lengths, 2)
+
+
+def test_objects_travel_whatever_the_default_device_is() -> None:
+    run_ranks(objects_with_a_default_device, 2)

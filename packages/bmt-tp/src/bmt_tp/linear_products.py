@@ -29,7 +29,7 @@ def column_forward(
     """Return the product of all rows with this rank's slice of the weight's output features."""
     if not gather_input:
         return linear(input, weight, bias)
-    gathered = GatheredRows(_rows(input), chunks, whole=False)
+    gathered = GatheredRows(_rows(input), chunks)
     output = gathered.times(weight.t(), bias)
     gathered.end()
     return output.view(input.shape[0] * tensor_ranks().size, *input.shape[1:-1], weight.shape[0])
@@ -47,11 +47,13 @@ def column_backward(
     """Return the gradients of :func:`column_forward`. The input's is summed over the ranks while the weight's is computed."""
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
-    gathered = GatheredRows(rows, whole=True) if gather_input and for_weight else None
+    gathered = GatheredRows(rows) if gather_input and for_weight else None
     wait: Callable[[], torch.Tensor] | None = None
     if for_input:
-        start = summed_product if gather_input else reduced_product
-        wait = start(grad, weight, None, chunks)
+        if gather_input:
+            wait = summed_product(grad, weight, None, chunks, waits_at_once=not for_weight)
+        else:
+            wait = reduced_product(grad, weight, None, chunks)
     of_bias = _bias_gradient(grad, writer) if for_bias else None
     of_weight = None
     if for_weight:
@@ -88,7 +90,7 @@ def row_backward(
     grad, rows = _rows(grad), _rows(input)
     of_input = of_bias = gathered = None
     if scattered:
-        gathered = GatheredRows(grad, chunks, whole=for_weight)
+        gathered = GatheredRows(grad, chunks)
     if for_bias:
         of_bias = _bias_gradient(grad if scattered else _own_part(grad), writer)
     if for_input:

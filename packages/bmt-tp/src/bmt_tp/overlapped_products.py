@@ -6,7 +6,8 @@ rows and features, and ``factor`` is (features, output features). Nothing here i
 [Note: order of the pieces] A rank begins with what needs nobody: it multiplies its own rows while those of the others
 arrive, and computes the rows of the others first, so that they travel while it computes its own. In step s it receives from
 rank r - s and sends to rank r + s, so that in each step every rank sends and receives as much as every other. A piece is
-the rows of one rank, or one of ``chunks`` parts of them.
+the rows of one rank, or one of ``chunks`` parts of them: of fewer where the product of a rank's own rows, or that for the gradient
+of the weight, lasts longer than the rows travel.
 
 Memory is allocated where the computation is queued, before the lane is told to start after it: see [Note: buffer lifetime] in
 bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
@@ -30,23 +31,22 @@ MIN_ROWS = 2048
 class GatheredRows:
     """The rows of all ranks; ``rows`` are this rank's. They start to travel when the object is made. Collective.
 
-    ``whole``: also for :meth:`wait`. They are there until :meth:`end`. Volume: each rank receives (W - 1) * rows.
+    They are there until :meth:`end`. Volume: each rank receives (W - 1) * rows.
     """
 
-    def __init__(self, rows: torch.Tensor, chunks: int | None = 1, *, whole: bool) -> None:
+    def __init__(self, rows: torch.Tensor, chunks: int | None = 1) -> None:
         ranks = tensor_ranks()
         self._rank = ranks.rank
         self._own = rows.contiguous()
-        self._transfer = begin_transfer(ranks, self._own, (ranks.size, *rows.shape))
-        self._pieces = _pieces(ranks, rows, chunks)
+        self._transfer = begin_transfer(ranks, self._own, (ranks.size, *rows.shape), lends=True)
+        self._pieces = _pieces(ranks, rows, chunks, 2 * _min_rows(rows))
         for piece in self._pieces:
             self._transfer.start(part_of(self._own, piece.part), piece)
-        if whole:
-            self._transfer.start(self._own, Piece(self._rank, self._rank, None))
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
         self._transfer.wait()
+        self._transfer.of_ranks[self._rank].copy_(self._own)
         return self._transfer.all_rows.flatten(0, 1)
 
     def times(self, factor: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,14 +76,14 @@ def summed_product(
     """Start ``input factor`` of (W * rows, in), whose sum over the ranks is scattered: each gets its (rows, out), plus ``bias``.
 
     Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. ``waits_at_once``: the caller
-    computes nothing before. Collective. Volume: each rank sends (W - 1) * rows.
+    computes nothing before, so that parts travel in ``chunks``. Collective. Volume: each rank sends (W - 1) * rows.
     """
     ranks = tensor_ranks()
     inputs = input.chunk(ranks.size)
     shape = (ranks.size, inputs[0].shape[0], factor.shape[1])
     transfer = begin_transfer(ranks, input, shape)
     parts, sent = transfer.of_ranks, input.new_empty(shape).unbind()
-    pieces = _pieces(ranks, inputs[0], chunks)
+    pieces = _pieces(ranks, inputs[0], chunks if waits_at_once else 1, _min_rows(input))
     # The product of this rank's rows can add what has arrived of one other rank, if that has the time to arrive meanwhile.
     adds = ranks.size == 2 and not (waits_at_once and len(pieces) == 1)
     for piece in pieces:
@@ -143,9 +143,9 @@ def _product(input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | Non
         torch.addmm(bias, input, factor, out=out)
 
 
-def _pieces(ranks: TensorRanks, rows: torch.Tensor, chunks: int | None) -> tuple[Piece, ...]:
+def _pieces(ranks: TensorRanks, rows: torch.Tensor, chunks: int | None, least: int) -> tuple[Piece, ...]:
     """Return the exchanges of ``rows`` of each rank, in the order of the pieces: see the note on it."""
-    return _pieces_of(ranks.rank, ranks.size, rows.shape[0], chunks, _min_rows(rows))
+    return _pieces_of(ranks.rank, ranks.size, rows.shape[0], chunks, least)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,7 +168,7 @@ def _parts(rows: int, chunks: int | None, least: int) -> list[slice | None]:
     >>> _parts(5, 2, 1), _parts(4096, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
     ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 2048, None), slice(2048, 4096, None)], [None], [])
     """
-    count = max(1, min(rows // MIN_ROWS if chunks is None else chunks, rows // least))
+    count = max(1, min(rows // max(least, MIN_ROWS) if chunks is None else chunks, rows // least))
     if count == 1:
         return [None] if rows else []
     step = -(-rows // count)

@@ -14,6 +14,10 @@ memory of the host that all ranks share; streams write them and wait for them, a
 If the next inbox is in use by a transfer that has not ended, the transfer goes through the lane; so does one that is captured for
 a CUDA graph, whose counters would not count.
 
+[Note: what was sent] When a transfer ends, the computation either waits until this rank's rows have been copied, or they are kept
+until a later transfer shows that they have been: a rank sends its pieces of that after it has waited for all pieces of the
+first. So rows that somebody may write to are waited for, and others are kept.
+
 [Note: when a rank fails] A stream that waits for a counter would wait for ever when the other rank does not come. So the thread
 ends the transfers when nothing has moved for the run's timeout although something is under way; soon, when the other rank has
 left; and at once when the run has failed already. It lifts all counters, which lets all streams go on, and from then on every
@@ -25,6 +29,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +60,8 @@ class Inbox(NamedTuple):
     view: View
     number: int
     use: int
+    position: int
+    """The transfer is the run's so many-th."""
     computation: int
     """The address of the stream that fills, awaits and reads it."""
 
@@ -80,6 +88,8 @@ class PeerRows:
         self._uses = [0] * INBOXES
         self._is_in_use = [False] * INBOXES
         self._next = 0
+        self._begun = 0
+        self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()  # by the last transfer that had begun then
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
         self._watch = _Watch(runtime, counters, group, self._uses)
 
@@ -98,7 +108,9 @@ class PeerRows:
         self._next = (number + 1) % INBOXES
         self._uses[number] += 1
         self._is_in_use[number] = True
-        return Inbox(view, number, self._uses[number], torch.cuda.current_stream(self._device.index).cuda_stream)
+        self._begun += 1
+        computation = torch.cuda.current_stream(self._device.index).cuda_stream
+        return Inbox(view, number, self._uses[number], self._begun, computation)
 
     def send(self, inbox: Inbox, rows: torch.Tensor, to: int, first: int) -> None:
         """Copy contiguous ``rows``, which the computation has been given, to rank ``to``: this rank's rows from ``first`` on."""
@@ -124,12 +136,22 @@ class PeerRows:
         """Let the computation wait for that piece."""
         self._link.wait(self._full[source], piece & WRAP, computation)
 
-    def serve_again(self, inbox: Inbox) -> None:
-        """Let the others write to the inbox after what the computation has been given; that waits for this rank's copies."""
-        if not self._is_closed:
-            free = self._free[self._group.rank][inbox.number]
-            self._link.write(free, inbox.use & WRAP, self._lane_stream, inbox.computation)
-            self._is_in_use[inbox.number] = False
+    def end(self, inbox: Inbox, sent: Sequence[torch.Tensor], *, waits: bool) -> None:
+        """Let the others write to the inbox after what the computation has been given, which has waited for all pieces.
+
+        ``sent`` is what was sent, if anything. ``waits``: the computation waits until it is copied; else see [Note: what was sent].
+        """
+        if self._is_closed:
+            return
+        streams = inbox.computation, self._lane_stream
+        after, stream = reversed(streams) if waits else streams
+        self._link.write(self._free[self._group.rank][inbox.number], inbox.use & WRAP, after, stream)
+        self._is_in_use[inbox.number] = False
+        if sent:
+            while self._kept and self._kept[0][0] < inbox.position:
+                self._kept.popleft()
+            if not waits:
+                self._kept.append((self._begun, sent))
 
     def close(self) -> None:
         """End the transfers; what is under way is waited for as long as it moves."""
@@ -140,6 +162,7 @@ class PeerRows:
         if self._memory is not None:
             self._memory.close(self._link)
         self._views.clear()
+        self._kept.clear()
         self._memory = None
         self._counters.shared.unmap()
 

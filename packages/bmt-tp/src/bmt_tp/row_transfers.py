@@ -1,8 +1,8 @@
 """Rows that travel between the ranks of the tensor-parallel group while they compute.
 
-[Note: memory of a transfer] What a rank sends is kept by the :class:`RowTransfer` until the computation has waited for its copies;
-where the rows of others arrive belongs to the transfer, too. So a transfer is ended by :meth:`RowTransfer.end` when the
-computation has been given all that reads either, also when an exception passes.
+[Note: memory of a transfer] Where the rows of others arrive is there until :meth:`RowTransfer.end`, which is called when the
+computation has been given all that reads them, also when an exception passes. What a rank sends is kept until it has been read.
+Where it ``lends`` memory of its caller, who may write to it, the computation waits for that.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class RowTransfer(ABC):
     """Rows of other ranks on their way to this one, and of this rank to them. All ranks of the group make it together."""
 
     all_rows: torch.Tensor
-    """(W, rows, features), where the rows of the others arrive. Those of this rank are for the caller, or for :meth:`start`."""
+    """(W, rows, features), where the rows of the others arrive. Those of this rank are for the caller to write."""
     of_ranks: tuple[torch.Tensor, ...]
     """The W parts of it."""
 
     @abstractmethod
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
-        """Send ``rows``, which the computation has been given by now, and receive those of ``piece``; a rank may send to itself."""
+        """Send ``rows``, which the computation has been given by now, and receive those of ``piece``."""
 
     @abstractmethod
     def wait_for_next(self) -> None:
@@ -64,9 +64,6 @@ class LaneTransfer(RowTransfer):
 
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
         lane, incoming = self._ranks.lane, part_of(self.of_ranks[piece.source], piece.part)
-        if piece.to == self._ranks.rank:
-            incoming.copy_(rows)
-            return
         lane.after(lane.here())
         start = functools.partial(self._ranks.in_lane.exchange, [(rows, piece.to)], [(incoming, piece.source)])
         self._under_way.append((lane.run(start), rows))
@@ -91,8 +88,9 @@ class LaneTransfer(RowTransfer):
 class PeerTransfer(RowTransfer):
     """A transfer by copies into the other ranks' memory: see :mod:`bmt_tp.peer_rows`."""
 
-    def __init__(self, peers: PeerRows, inbox: Inbox) -> None:
+    def __init__(self, peers: PeerRows, inbox: Inbox, *, lends: bool) -> None:
         self._peers = peers
+        self._lends = lends
         self._inbox: Inbox | None = inbox
         self._expected: deque[tuple[int, int]] = deque()
         self._kept: list[torch.Tensor] = []
@@ -117,19 +115,25 @@ class PeerTransfer(RowTransfer):
     def end(self) -> None:
         if self._inbox is not None:
             self.wait()
-            self._peers.serve_again(self._inbox)
+            self._peers.end(self._inbox, self._kept, waits=self._lends)
             self._inbox = None
-            self._kept.clear()
 
     def __del__(self) -> None:
         self.end()
 
 
-def begin_transfer(ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int]) -> RowTransfer:
-    """Return a transfer of (W, rows, features), in the dtype and on the device of ``like``. Collective."""
+def begin_transfer(
+    ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int], *, lends: bool = False
+) -> RowTransfer:
+    """Return a transfer of (W, rows, features), in the dtype and on the device of ``like``. Collective.
+
+    ``lends``: see [Note: memory of a transfer].
+    """
     peers = _peers(ranks) if like.is_cuda else None
     inbox = None if peers is None else peers.inbox(shape, like.dtype)
-    return LaneTransfer(ranks, like, shape) if peers is None or inbox is None else PeerTransfer(peers, inbox)
+    return (
+        LaneTransfer(ranks, like, shape) if peers is None or inbox is None else PeerTransfer(peers, inbox, lends=lends)
+    )
 
 
 def part_of(rows: torch.Tensor, part: slice | None) -> torch.Tensor:

@@ -25,7 +25,8 @@ class SharedCounters:
         with path.open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), _length(count))
         self._count = count
-        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        with torch.device("cpu"):  # whatever the default device is
+            self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self._words = memoryview(mapping).cast("I")
         self._link: PeerLink | None = None
         self._on_device = 0

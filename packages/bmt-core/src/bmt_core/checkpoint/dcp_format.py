@@ -72,7 +72,7 @@ class _Reader(CheckpointReader):
 
     def read(self, name: str) -> torch.Tensor:
         entry = self.index.entries[name]
-        tensor: torch.Tensor = self._load(name, torch.empty(entry.shape, dtype=entry.dtype))
+        tensor: torch.Tensor = self._load(name, torch.empty(entry.shape, dtype=entry.dtype, device="cpu"))
         return tensor
 
     def close(self) -> None:
@@ -88,7 +88,9 @@ class _Reader(CheckpointReader):
             place, keys = found, list(path)
             for key in keys[:-1]:
                 place = place.setdefault(key, {})
-            place[keys[-1]] = self._load(name, None if entry is None else torch.empty(entry.shape, dtype=entry.dtype))
+            place[keys[-1]] = self._load(
+                name, None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            )
         return found
 
     def _load(self, name: str, value: Any) -> Any:

@@ -122,7 +122,7 @@ def _generators() -> dict[str, _Generator]:
 
 def _get_python() -> dict[str, Any]:
     version, words, gauss = random.getstate()
-    return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
+    return {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss}
 
 
 def _set_python(state: dict[str, Any], setstate: Callable[[Any], Any] = random.setstate) -> None:

@@ -27,7 +27,7 @@ def all_gather_object(obj: object, group: Group) -> list[Any]:
     """
     if group.size == 1:
         return [obj]
-    with _reachable():
+    with _messages():
         return _all_gathered(obj, group)
 
 
@@ -55,7 +55,7 @@ def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
     """Return the ``obj`` of ``group.ranks[src]`` on every rank; what others pass is ignored. Collective."""
     if group.size == 1:
         return obj
-    with _reachable():
+    with _messages():
         return _broadcasted(obj, group, src)
 
 
@@ -75,25 +75,28 @@ def _broadcasted(obj: object, group: Group, src: int) -> Any:
 
 def send_object(obj: object, group: Group, dst: int) -> None:
     """Send ``obj`` to the group's rank ``dst``, which calls :func:`recv_object`."""
-    payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    group.send(torch.tensor([payload.numel()]), dst).wait()
-    group.send(payload, dst).wait()
+    with _messages():
+        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        group.send(torch.tensor([payload.numel()]), dst).wait()
+        group.send(payload, dst).wait()
 
 
 def recv_object(group: Group, src: int) -> Any:
     """Return what the group's rank ``src`` sends by :func:`send_object`."""
-    size = torch.zeros(1, dtype=torch.int64)
-    group.recv(size, src).wait()
-    payload = torch.empty(int(size), dtype=torch.uint8)
-    group.recv(payload, src).wait()
-    return pickle.loads(_bytes_of(payload))
+    with _messages():
+        size = torch.zeros(1, dtype=torch.int64)
+        group.recv(size, src).wait()
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        group.recv(payload, src).wait()
+        return pickle.loads(_bytes_of(payload))
 
 
 @contextmanager
-def _reachable() -> Iterator[None]:
-    """Raise torch's error of a connection that broke as :class:`RemoteError`."""
+def _messages() -> Iterator[None]:
+    """Make tensors on the host, whatever the default device is, and raise torch's error of a lost connection as RemoteError."""
     try:
-        yield
+        with torch.device("cpu"):
+            yield
     except BmtError:
         raise
     except RuntimeError as error:
