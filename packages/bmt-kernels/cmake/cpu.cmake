@@ -19,7 +19,8 @@ if(OpenMP_CXX_FOUND)
   target_link_libraries(_cpu PRIVATE OpenMP::OpenMP_CXX)
 endif()
 # No contraction: where a product and a sum are rounded once, the source says so.
-set(bmt_kernel_flags -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math)
+# Under the sanitizers little is optimised: what they look for is in the source, and optimising what they add takes long.
+set(bmt_kernel_flags $<IF:$<BOOL:${BMT_SANITIZE}>,-O1,-O3> -ffp-contract=off -fno-math-errno -fno-trapping-math)
 target_compile_options(_cpu PRIVATE -Wall -Wextra -Wshadow $<$<BOOL:${BMT_WERROR}>:-Werror>)
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
@@ -38,7 +39,8 @@ endif()
 set_source_files_properties(csrc/cpu/kernels_portable.cpp PROPERTIES COMPILE_OPTIONS "${bmt_kernel_flags}")
 
 # Bindings only hand on what Python passes: optimising them takes longest and brings nothing.
-set_source_files_properties(csrc/cpu/module.cpp PROPERTIES COMPILE_OPTIONS -O1)
+set(bmt_bindings_flags $<IF:$<BOOL:${BMT_SANITIZE}>,-O0,-O1>)
+set_source_files_properties(csrc/cpu/module.cpp PROPERTIES COMPILE_OPTIONS ${bmt_bindings_flags})
 # Set by cuda.cmake.
 if(bmt_without_cuda)
   set_source_files_properties(

@@ -10,6 +10,8 @@ pybind11_add_module(
 )
 target_include_directories(_nccl PRIVATE csrc)
 target_link_libraries(_nccl PRIVATE Threads::Threads ${CMAKE_DL_LIBS})
+# Set by cpu.cmake.
+set_source_files_properties(csrc/nccl/module.cpp PROPERTIES COMPILE_OPTIONS ${bmt_bindings_flags})
 target_compile_options(_nccl PRIVATE -Wall -Wextra -Wshadow $<$<BOOL:${BMT_WERROR}>:-Werror>)
 if(BMT_SANITIZE)
   target_compile_options(_nccl PRIVATE ${bmt_sanitizers})

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import runpy
 import subprocess
 import sys
@@ -209,19 +210,58 @@ def test_importing_the_facade_imports_none_of_its_packages() -> None:
     assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
-@pytest.mark.parametrize("module", FILE_MODULES)
-def test_modules_with_files_come_by_attribute_and_have_no_stub(module: str) -> None:
-    name = module.removeprefix("bmtrain.")
-    result = python(f"import bmtrain, sys; assert {module!r} not in sys.modules; print(bmtrain.{name}.__name__)")
-    assert result.stdout == f"{module}\n", result.stderr
-    assert python(f"from bmtrain import {name}; import {module} as m; assert m is {name}").returncode == 0
-    assert name in dir(bmtrain) and Path(bmtrain.__file__).with_name(f"{name}.py").is_file()
+IN_FORKS = """
+import json, os, sys, traceback
+import torch
+found = []
+for code in json.load(sys.stdin):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        error = ""
+        try:
+            exec(code, {})
+        except BaseException:
+            error = traceback.format_exc()
+        os.write(writer, error.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        found.append(stream.read())
+    os.waitpid(child, 0)
+json.dump(found, sys.stdout)
+"""
 
 
-@pytest.mark.parametrize("module", [*TABLE, *FILE_MODULES])
-def test_every_module_can_be_imported_first(module: str) -> None:
-    result = python(f"import {module}")
+def errors_in_fresh_processes(codes: list[str]) -> list[str]:
+    """Run each of ``codes`` in a process that has imported torch and nothing of ours; return each one's error, "" for none."""
+    command = [sys.executable, "-c", IN_FORKS]
+    result = subprocess.run(command, input=json.dumps(codes), capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+    found: list[str] = json.loads(result.stdout)
+    assert len(found) == len(codes)
+    return found
+
+
+def test_modules_with_files_come_by_attribute_and_have_no_stub() -> None:
+    codes = []
+    for module in FILE_MODULES:
+        name = module.removeprefix("bmtrain.")
+        codes += [
+            f"import bmtrain, sys; assert {module!r} not in sys.modules; assert bmtrain.{name}.__name__ == {module!r}",
+            f"from bmtrain import {name}; import {module} as m; assert m is {name}",
+        ]
+        assert name in dir(bmtrain) and Path(bmtrain.__file__).with_name(f"{name}.py").is_file()
+    assert not list(filter(None, errors_in_fresh_processes(codes)))
+
+
+def test_every_module_can_be_imported_first() -> None:
+    modules = [*TABLE, *FILE_MODULES]
+    failed = {
+        m: e for m, e in zip(modules, errors_in_fresh_processes([f"import {m}" for m in modules]), strict=True) if e
+    }
+    assert not failed
+    assert "No module named" in errors_in_fresh_processes(["import bmtrain.nothing"])[0]
 
 
 def test_synchronize_is_the_function_although_a_module_has_its_name() -> None:
