@@ -57,39 +57,53 @@ def test_every_counter_has_a_place_of_its_own(path: Path, size: int) -> None:
     assert made.free(1, 2) == made.shared.address(made.free_index(1, 2))
 
 
-def watch(made: peer_rows._Counters, uses: list[int], calls: Any = None) -> peer_rows._Watch:
+def watch(made: peer_rows._Counters, expected: list[int], calls: Any = None) -> peer_rows._Watch:
     """Return the watch of rank 0 of two, whose thread has ended: the test calls what it does."""
     settings = SimpleNamespace(timeout=TIMEOUT)
     runtime = cast(Runtime, SimpleNamespace(calls=calls, settings=settings))
-    found = peer_rows._Watch(runtime, made, LazyGroup((4, 5), 0, lambda: SingleGroup(0)), uses)
-    found.stop()
+    found = peer_rows._Watch(runtime, made, LazyGroup((4, 5), 0, lambda: SingleGroup(0)), expected)
+    found.leave()
+    made.shared[made.left(0)] = 0
     return found
 
 
 def test_transfers_fail_when_nothing_moves_for_the_timeout_or_the_other_rank_has_left(path: Path) -> None:
-    made, uses = counters(path), [0] * INBOXES
-    found = watch(made, uses)
-    assert found._is_idle()
-    uses[1] = 1
-    assert not found._is_idle()
+    made, expected = counters(path), [0, 0]
+    found = watch(made, expected)
+    assert not found._is_missing()
+    expected[1] = 1
+    assert found._is_missing()
     assert found._reason(TIMEOUT - 1) == ""
     assert "Rank 4 has waited 60 s for rows of the tensor-parallel ranks (4, 5)." in found._reason(TIMEOUT + 1)
     made.shared[made.left(1)] = 1
     assert found._reason(1) == ""
     assert "Rank 5 has ended its run" in found._reason(TIMEOUT - 1)
-    made.shared[made.free_index(0, 1)] = 1
-    assert found._is_idle()
+    made.shared[made.full_index(0, 1)] = 1
+    assert not found._is_missing()
+    assert found._has_moved()
+    assert not found._has_moved()
+
+
+def test_a_rank_that_leaves_waits_as_long_as_something_moves(path: Path) -> None:
+    found = watch(counters(path), [0, 1])
+    found.expect_little()
+    assert found._reason(1) == ""
+    assert "Rank 4 has ended its run" in found._reason(TIMEOUT - 1)
 
 
 def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(path: Path) -> None:
-    one, other = watch(counters(path), [1, 0, 0]), watch(counters(path), [1, 0, 0])
+    one, other = watch(counters(path), [0, 1]), watch(counters(path), [0, 1])
     shared = counters(path).shared
+    shared[4] = 7
+    assert one._has_moved()
+    assert other._has_moved()
     one._failure = one._reason(TIMEOUT + 1)
     one._tell()
-    one._lift()
-    shared[3] = 1  # a stream that went on
-    one._lift()
-    assert all(value >= 1 << 30 for value in shared.values()[3:])
+    for lifts in (one, other, one):
+        shared[3] = 1  # a stream that went on
+        lifts._lift()
+        lifts._has_moved()
+        assert all(1 << 30 <= value < 3 << 29 for value in shared.values()[3:])
     with pytest.raises(CallError, match="has waited 60 s"):
         one.raise_failure()
     with pytest.raises(CallError, match="failed on another rank"):
@@ -98,4 +112,4 @@ def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(path: Path) ->
 
 def test_transfers_fail_with_the_calls_of_the_run(path: Path) -> None:
     calls = SimpleNamespace(watch=SimpleNamespace(failure="Rank 5 is elsewhere."))
-    assert watch(counters(path), [1, 0, 0], calls)._reason(0) == "Rank 5 is elsewhere."
+    assert watch(counters(path), [0, 1], calls)._reason(0) == "Rank 5 is elsewhere."

@@ -19,9 +19,9 @@ until a later transfer shows that they have been: a rank sends its pieces of tha
 first. So rows that somebody may write to are waited for, and others are kept.
 
 [Note: when a rank fails] A stream that waits for a counter would wait for ever when the other rank does not come. So the thread
-ends the transfers when nothing has moved for the run's timeout although something is under way; soon, when the other rank has
-left; and at once when the run has failed already. It lifts all counters, which lets all streams go on, and from then on every
-transfer raises, on every rank.
+ends the transfers when pieces are missing and no counter has moved for the run's timeout; soon, when a rank has left or this one
+is about to; and at once when the run has failed already. It lifts all counters, which lets all streams go on, and from then on
+every transfer raises, on every rank.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PeerRows:
         self._begun = 0
         self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()  # by the last transfer that had begun then
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
-        self._watch = _Watch(runtime, counters, group, self._uses)
+        self._watch = _Watch(runtime, counters, group, self._received)
 
     def inbox(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Inbox | None:
         """Return the next inbox, for (W, rows, features); None if this transfer is to go through the lane. Collective.
@@ -155,9 +155,9 @@ class PeerRows:
 
     def close(self) -> None:
         """End the transfers; what is under way is waited for as long as it moves."""
-        self._watch.leave()
+        self._watch.expect_little()
         torch.cuda.synchronize(self._device)
-        self._watch.stop()
+        self._watch.leave()
         self._is_closed = True
         if self._memory is not None:
             self._memory.close(self._link)
@@ -243,9 +243,13 @@ class _Counters:
         """Return the index of ``free``."""
         return 1 + self._size * (1 + self._size) + receiver * INBOXES + number
 
+    def full_index(self, receiver: int, sender: int) -> int:
+        """Return the index of ``full``."""
+        return 1 + self._size * (1 + receiver) + sender
+
     def full(self, receiver: int, sender: int) -> int:
         """Return where the device finds it."""
-        return self.shared.address(1 + self._size * (1 + receiver) + sender)
+        return self.shared.address(self.full_index(receiver, sender))
 
     def free(self, receiver: int, number: int) -> int:
         """Return where the device finds it."""
@@ -253,16 +257,16 @@ class _Counters:
 
 
 class _Watch:
-    """The thread of [Note: when a rank fails]. ``uses`` says how many transfers each inbox of this rank was given."""
+    """The thread of [Note: when a rank fails]. ``expected``: how many pieces this rank has waited for or will, of each rank."""
 
-    def __init__(self, runtime: Runtime, counters: _Counters, group: Group, uses: list[int]) -> None:
+    def __init__(self, runtime: Runtime, counters: _Counters, group: Group, expected: list[int]) -> None:
         self._calls = runtime.calls
         self._timeout = runtime.settings.timeout
         self._counters = counters
         self._group = group
-        self._uses = uses
+        self._expected = expected
         self._failure = ""
-        self._lifted: list[int] = []
+        self._seen = counters.shared.values()  # before any rank has lifted them
         self._is_leaving = False
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bmt-tp-rows", daemon=True)
@@ -273,22 +277,21 @@ class _Watch:
         if self._failure or self._counters.shared[_Counters.failed]:
             raise CallError(self._failure or _FAILED_ELSEWHERE)
 
-    def leave(self) -> None:
-        """Tell the others that this rank leaves. What is under way may go on as long as something moves."""
+    def expect_little(self) -> None:
+        """Learn that this rank is about to leave: what is under way may go on as long as something moves."""
         self._is_leaving = True
-        self._counters.shared[self._counters.left(self._group.rank)] = 1
 
-    def stop(self) -> None:
-        """End the thread: nothing is under way any more."""
+    def leave(self) -> None:
+        """Tell the others that this rank has left, with nothing under way, and end the thread."""
         self._is_stopping.set()
         self._thread.join()
+        self._counters.shared[self._counters.left(self._group.rank)] = 1
 
     def _run(self) -> None:
-        before, since = self._counters.shared.values(), time.monotonic()
+        since = time.monotonic()
         while not self._is_stopping.wait(_PERIOD):
-            now = self._counters.shared.values()
-            if now != before or self._is_idle():
-                before, since = now, time.monotonic()
+            if self._has_moved() or not self._is_missing():
+                since = time.monotonic()
             if not self._failure:
                 self._failure = self._reason(time.monotonic() - since)
                 if self._failure:
@@ -296,9 +299,17 @@ class _Watch:
             if self._failure:
                 self._lift()
 
-    def _is_idle(self) -> bool:
+    def _has_moved(self) -> bool:
+        before, now = self._seen, self._counters.shared.values()
+        if not self._counters.shared[_Counters.failed]:
+            self._seen = now
+        return now != before
+
+    def _is_missing(self) -> bool:
+        """Whether a piece that this rank expects has not arrived."""
         rank, shared = self._group.rank, self._counters.shared
-        return all(shared[self._counters.free_index(rank, i)] == use & WRAP for i, use in enumerate(self._uses))
+        arrived = [shared[self._counters.full_index(rank, source)] for source in range(self._group.size)]
+        return any(count != expected & WRAP for count, expected in zip(arrived, self._expected, strict=True))
 
     def _reason(self, still: float) -> str:
         """Return why the transfers have failed when nothing has moved for ``still`` seconds; empty if they have not."""
@@ -309,7 +320,8 @@ class _Watch:
         ranks, own = self._group.ranks, self._group.rank
         left = [rank for i, rank in enumerate(ranks) if self._counters.shared[self._counters.left(i)]]
         if still > _PATIENCE and (left or self._is_leaving):
-            return f"Rank {left[0]} has ended its run in the middle of an exchange of rows with ranks {ranks}. Look at its output."
+            rank = left[0] if left else ranks[own]
+            return f"Rank {rank} has ended its run in the middle of an exchange of rows with ranks {ranks}. Look at its output."
         if still > self._timeout:
             return (
                 f"Rank {ranks[own]} has waited {self._timeout:g} s for rows of the tensor-parallel ranks {ranks}."
@@ -324,10 +336,8 @@ class _Watch:
 
     def _lift(self) -> None:
         """Let every stream go on. Again and again, because a stream that goes on writes counters, too."""
-        shared = self._counters.shared
-        self._lifted = self._lifted or [value + _LIFT for value in shared.values()]
-        for index in range(1 + self._group.size, len(self._lifted)):
-            shared[index] = self._lifted[index]
+        for index in range(1 + self._group.size, len(self._seen)):
+            self._counters.shared[index] = self._seen[index] + _LIFT
 
 
 _FAILED_ELSEWHERE = "The exchange of rows between tensor-parallel ranks has failed on another rank. Look at its output."
