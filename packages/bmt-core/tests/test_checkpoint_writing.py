@@ -296,7 +296,7 @@ def saved_parts_while_updating() -> None:
         model = torch.nn.Module()
         model.weight = parameter
         local = LocalState.of_parts([part]) if of_state else LocalState.of_model(model)
-        (own,) = WholeState(lambda local=local: local, "saving").own_parts()  # type: ignore[misc]
+        (own,) = WholeState(local, "saving").own_parts()
         assert own.on_host().tolist() == [float(not of_state)] * 4
         assert not owner.is_updating
 

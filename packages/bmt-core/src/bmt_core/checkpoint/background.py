@@ -10,6 +10,7 @@ from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.protocols import Group
+from bmt_core.errors import BmtError, CheckpointError
 from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
 
@@ -17,7 +18,7 @@ from bmt_core.run.runtime import current, is_initialized
 class _Save:
     def __init__(self, what: str, write: Callable[[], None]) -> None:
         self.error: Exception | None = None
-        self._what = what
+        self.what = what
         self._write = write
         # Not a daemon: a program that ends meanwhile waits for its last checkpoint.
         self.thread = threading.Thread(target=self._run, name=f"bmt {what}")
@@ -28,7 +29,7 @@ class _Save:
         except Exception as error:
             self.error = error
             # Printed too, because the program may make no further call that would raise it.
-            print(f"bmt: {self._what} failed: {error}", file=sys.stderr, flush=True)
+            print(f"bmt: {self.what} failed: {error}", file=sys.stderr, flush=True)
 
 
 _under_way: _Save | None = None
@@ -58,15 +59,21 @@ def wait_for_saves() -> None:
 
 
 def finish_last_save(before: str) -> None:
-    """Do the same as :func:`wait_for_saves`, ``before`` a call such as "saving model.pt", which errors then name."""
-    global _under_way
+    """Do the same as :func:`wait_for_saves`, ``before`` a call such as "loading model.pt", which errors then name."""
     what = f"a checkpoint in the background, before {before}" if before else "a checkpoint in the background"
-    finished, _under_way = _under_way, None
     with off_meta_device(), collective_section(world_group(), what):
-        if finished is None:
-            return
-        finished.thread.join()
-        if is_initialized() and finished.thread.join in current().at_shutdown:
-            current().at_shutdown.remove(finished.thread.join)
-        if finished.error is not None:
-            raise finished.error
+        join_last_save()
+
+
+def join_last_save() -> None:
+    """Wait for this rank's thread, and raise its error. Communicates nothing: call it in a collective section."""
+    global _under_way
+    if (finished := _under_way) is None:
+        return
+    finished.thread.join()
+    _under_way = None  # not before: who interrupts the wait and saves again must wait again
+    if is_initialized() and finished.thread.join in current().at_shutdown:
+        current().at_shutdown.remove(finished.thread.join)
+    if (error := finished.error) is not None:
+        kind, cause = (type(error), "") if isinstance(error, BmtError) else (CheckpointError, f"{type(error).__name__}: ")
+        raise kind(f"In the background, {finished.what} failed: {cause}{error}") from error

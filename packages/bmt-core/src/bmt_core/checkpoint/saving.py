@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing, replacing_directory
-from bmt_core.checkpoint.background import finish_last_save, group_of_writers, start_save
+from bmt_core.checkpoint.background import group_of_writers, join_last_save, start_save
 from bmt_core.checkpoint.choice import FormatChoice, choose_directory_format, choose_format
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
+from bmt_core.checkpoint.snapshot import snapshot
 from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
-from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError
 
 
@@ -48,35 +48,41 @@ def save(
     """
     target = Path(file_name)
     what = f"saving {target}"
-    finish_last_save(what)
-    group = world_group()
-    with collective_section(group, what):
-        is_directory = str(file_name).endswith("/") or target.is_dir()
-    is_directory = broadcast_object(is_directory, group)
-    with collective_section(group, what):
-        chosen = choose_directory_format(target) if format is None else None
-        chosen = chosen or choose_format(target / "model.safetensors" if is_directory else target, format)
-        is_directory = is_directory and not chosen.is_directory
-        if is_directory and not isinstance(chosen, SafetensorsFormat):
-            raise CheckpointError(
-                f"{target} is a directory, which holds safetensors. For the format {chosen.name!r}, name a file."
-            )
-    state = WholeState(lambda: LocalState.of_model(model), what)
-    if is_directory:
+    group, chosen = world_group(), None
+    with collective_section(group, what) as results:
+        join_last_save()
+        if group.rank == 0:
+            chosen, results.own = _choose(target, str(file_name).endswith("/") or target.is_dir(), format)
+        local = LocalState.of_model(model)
+    state = WholeState(local, what)
+    if results.of_ranks[0]:
         _save_directory(state, target, what, non_blocking)
     else:
         _save_file(state, target, what, chosen, non_blocking)
 
 
-def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFormat, non_blocking: bool) -> None:
+def _choose(target: Path, is_directory: bool, choice: FormatChoice) -> tuple[CheckpointFormat, bool]:
+    """Return the format, and whether all ranks write files of it to the directory ``target``."""
+    chosen = choose_directory_format(target) if choice is None else None
+    chosen = chosen or choose_format(target / "model.safetensors" if is_directory else target, choice)
+    is_directory = is_directory and not chosen.is_directory
+    if is_directory and not isinstance(chosen, SafetensorsFormat):
+        raise CheckpointError(
+            f"{target} is a directory, which holds safetensors. For the format {chosen.name!r}, name a file."
+        )
+    return chosen, is_directory
+
+
+def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFormat | None, non_blocking: bool) -> None:
+    """Write on rank 0, which has ``chosen`` the format."""
     group = world_group()
     with collective_section(group, what):
         index, tensors = state.index, state.tensors(keep=group.rank == 0)
         try:
-            if group.rank == 0 and non_blocking:
+            if chosen is not None and non_blocking:
                 copies = list(tensors)
                 start_save(what, lambda: write_checkpoint(target, chosen, index, copies))
-            elif group.rank == 0:
+            elif chosen is not None:
                 write_checkpoint(target, chosen, index, tensors)
         finally:
             # Gathers are collective: other ranks than 0, and a rank 0 whose disk is full, make them all too.
@@ -84,14 +90,14 @@ def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFor
 
 
 def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
-    save = DirectorySave(target, state, what)
+    group = group_of_writers() if non_blocking else world_group()
+    with collective_section(group, what):
+        save = DirectorySave(target, state, what)
+        (parts,) = snapshot(save.parts()) if non_blocking else (save.parts(),)
     if non_blocking:
-        group = group_of_writers()
-        with collective_section(group, what):
-            copies = save.snapshot()
-        start_save(what, lambda: save.write(copies, group))
+        start_save(what, lambda: save.write(parts, group))
     else:
-        save.write(save.parts(), world_group())
+        save.write(parts, group)
 
 
 def write_checkpoint(

@@ -10,21 +10,23 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
-from bmt_core.checkpoint.background import finish_last_save, group_of_writers, start_save
+from bmt_core.checkpoint.background import finish_last_save, group_of_writers, join_last_save, start_save
 from bmt_core.checkpoint.directory_reader import INDEX_FILE
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.loading import prepared_load
 from bmt_core.checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
 from bmt_core.checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
-from bmt_core.checkpoint.state_tensors import TensorPart, parts_in, with_references
+from bmt_core.checkpoint.snapshot import snapshot
+from bmt_core.checkpoint.state_tensors import parts_in, with_references
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes, write_torch_file
 from bmt_core.checkpoint.training_folder import (
     HEAD,
@@ -38,7 +40,7 @@ from bmt_core.checkpoint.training_folder import (
     read_training,
     unfinished_after,
 )
-from bmt_core.checkpoint.whole_state import LocalState, OwnPart, WholeState, world_group
+from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
@@ -79,37 +81,39 @@ def save_checkpoint(
     final = Path(dir) / f"step-{step}"
     temporary = final.with_name(final.name + UNFINISHED)
     what = f"saving {final}"
-    finish_last_save(what)
-    group = world_group()
-    with collective_section(group, what):
-        if group.rank == 0:
-            make_empty(temporary)
-    with _removed_on_failure(temporary):
-        training, parts = _training_state(temporary, model, manager, step, extra)
-        saves = [DirectorySave(temporary / MODEL, WholeState(lambda: LocalState.of_model(model), what), what)]
-        if parts is not None:
-            saves.append(
-                DirectorySave(temporary / OPTIMIZER, WholeState(lambda: LocalState.of_parts(parts), what), what)
-            )
+    with ExitStack() as stack:
+        with collective_section(world_group(), what):
+            join_last_save()
+            stack.enter_context(_removed_on_failure(temporary))  # to which nobody else writes now
+            local_states = {MODEL: LocalState.of_model(model)}
+            if world_group().rank == 0:
+                make_empty(temporary)
+        training, of_optimizer = _training_state(temporary, model, manager, step, extra)
+        if of_optimizer is not None:
+            local_states[OPTIMIZER] = of_optimizer
+        states = {name: WholeState(local, what) for name, local in local_states.items()}
+        group = group_of_writers() if non_blocking else world_group()
+        with collective_section(group, what):
+            saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
+            written = [save.parts() for save in saves]
+            if non_blocking:
+                training = copy.deepcopy(training)  # the program goes on and changes what it gave
+                written = snapshot(*written)
 
-        def write(parts: Sequence[Sequence[OwnPart]], group: Group) -> None:
-            with _removed_on_failure(temporary):
-                for save, of_save in zip(saves, parts, strict=True):
-                    save.write(of_save, group)
-                with collective_section(group, what):
-                    if group.rank == 0:
-                        training["files"].update(_index_checksums(temporary))
-                        _write(temporary / TRAINING, training)
-                        publish(temporary, final, keep)
+    def write() -> None:
+        with _removed_on_failure(temporary):
+            for save, parts in zip(saves, written, strict=True):
+                save.write(parts, group)
+            with collective_section(group, what):
+                if group.rank == 0:
+                    training["files"].update(_index_checksums(temporary))
+                    _write(temporary / TRAINING, training)
+                    publish(temporary, final, keep)
 
-        if not non_blocking:
-            write([save.parts() for save in saves], group)
-            return final
-        writers = group_of_writers()
-        with collective_section(writers, what):
-            copies = [save.snapshot() for save in saves]
-            training = copy.deepcopy(training)  # the program goes on and changes what it gave
-    start_save(what, lambda: write(copies, writers))
+    if non_blocking:
+        start_save(what, write)
+    else:
+        write()
     return final
 
 
@@ -154,33 +158,33 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
 
 def _training_state(
     folder: Path, model: nn.Module, manager: Any, step: int, extra: Any
-) -> tuple[dict[str, Any], list[TensorPart] | None]:
-    """Return what rank 0 writes to ``training.pt``, and this rank's parts of the optimizer's tensors, if there are any. Collective.
+) -> tuple[dict[str, Any], LocalState | None]:
+    """Return what rank 0 writes to ``training.pt``, and this rank's parts of the optimizer's tensors. Collective.
 
-    A manager whose state belongs to each rank has written it then.
+    These are None if no rank has any. A manager whose state belongs to each rank has written it then.
     """
     group, kind = world_group(), kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
-    own_file = None
-    with collective_section(group, f"saving {folder}"):
-        parts = list(parts_in(state))
+    with collective_section(group, f"saving {folder}") as results:
+        files = {}
         if kind == PER_RANK:
             path = folder / rank_file(group.rank)
             _write(path, manager.state_dict())
-            own_file = path.name, file_checksum(path)
-    files = dict(file for file in all_gather_object(own_file, group) if file is not None)
-    has_parts = any(all_gather_object(bool(parts), group))
+            files = {path.name: file_checksum(path)}
+        parts = LocalState.of_parts(parts_in(state))
+        results.own = files, bool(parts.values), random_states(), own_place()
+    files_of_ranks, has_parts, random, places = zip(*results.of_ranks, strict=True)
     training = {
         "step": step,
         "extra": extra,
         "world_size": group.size,
-        "random": all_gather_object(random_states(), group),
-        "places": all_gather_object(own_place(), group),
+        "random": list(random),
+        "places": list(places),
         "optimizer": kind,
         "optimizer_state": with_references(state),
-        "files": files,
+        "files": dict(ChainMap(*files_of_ranks)),
     }
-    return training, parts if has_parts else None
+    return training, parts if any(has_parts) else None
 
 
 def _index_checksums(folder: Path) -> dict[str, str | None]:
