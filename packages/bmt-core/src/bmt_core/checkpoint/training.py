@@ -70,7 +70,8 @@ def save_checkpoint(
     ``keep`` are deleted: it, and those of the highest steps.
 
     With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread writes while training goes
-    on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
+    on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there. The memory of the
+    copies, as many bytes as the rank's parts of model and optimizer have, is kept for the next such save until ``shutdown()``.
 
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
