@@ -15,6 +15,7 @@ from torch import nn
 
 from bmt_core.comm import Work
 from bmt_core.run import lanes
+from bmt_tp.peer_rows import PeerRows
 
 Where = Literal["before collectives", "after collectives", "in the computation", "in other streams"]
 PLACES: tuple[Where, ...] = ("before collectives", "after collectives", "in the computation", "in other streams")
@@ -67,7 +68,7 @@ def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
                 module.register_forward_pre_hook(step)
                 module.register_forward_hook(step_backward)
 
-    run, enter = lanes.CudaLane.run, torch.cuda.StreamContext.__enter__
+    run, enter, send = lanes.CudaLane.run, torch.cuda.StreamContext.__enter__, PeerRows.send
 
     def slow_run(lane: Any, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
         def slow_start() -> Work:
@@ -82,13 +83,29 @@ def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
 
         return run(lane, slow_start, then)
 
+    def slow_send(peers: PeerRows, *arguments: Any) -> None:
+        stream = torch.cuda.current_stream()
+        torch.cuda.set_stream(peers.lane.stream)
+        overwrite_freed_memory()
+        if where == "before collectives":
+            torch.cuda._sleep(LONG)
+        torch.cuda.set_stream(stream)
+        send(peers, *arguments)
+        torch.cuda.set_stream(peers.lane.stream)
+        if where == "after collectives":
+            torch.cuda._sleep(LONG)
+        torch.cuda.set_stream(stream)
+        overwrite_freed_memory()
+
     def slow_enter(context: Any) -> None:
         enter(context)
         if where == "in other streams":
             torch.cuda._sleep(LONG)
 
     lanes.CudaLane.run, torch.cuda.StreamContext.__enter__ = slow_run, slow_enter  # type: ignore[method-assign]
+    PeerRows.send = slow_send  # type: ignore[method-assign]
     try:
         yield watch
     finally:
         lanes.CudaLane.run, torch.cuda.StreamContext.__enter__ = run, enter  # type: ignore[method-assign]
+        PeerRows.send = send  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_zero import Block
 
-STEPS, LENGTH, WIDTH, VOCABULARY = 4, 3, 8, 11
+STEPS, LENGTH, WIDTH, INNER, VOCABULARY = 4, 3, 24, 25, 11
 GLOBAL_BATCH = 16
 
 
@@ -29,7 +29,8 @@ class Layer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         torch.manual_seed(number)
-        self.up, self.norm, self.down = nn.Linear(WIDTH, 9), nn.LayerNorm(9), nn.Linear(9, WIDTH, bias=False)
+        self.up, self.norm = nn.Linear(WIDTH, INNER), nn.LayerNorm(INNER)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, shift: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         x = torch.softmax(mask, -1) @ x + shift
@@ -148,7 +149,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def of_all_stages(record: Record) -> Record:
     """Join what the stages have of the model."""
     records: list[Record] = all_gather_object(record, current().world)
-    gradients = [{k: v for other in records for k, v in other[1][step].items()} for step in range(STEPS)]
+    gradients = [{k: v for other in records for k, v in other[1][step].items()} for step in range(len(record[1]))]
     return record[0], gradients, {k: v for other in records for k, v in other[2].items()}
 
 

@@ -7,7 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_trainings import Record, compare, expected, on_grid, scheduled
+from pipeline_trainings import (
+    Piped,
+    Plain,
+    Record,
+    compare,
+    expected,
+    loss_of,
+    of_all_stages,
+    on_grid,
+    scheduled,
+    text,
+    whole_gradients,
+)
+from torch import nn
+
+from bmt_core.run.runtime import current
+from bmt_optim import OptimManager
+from bmt_pipeline import train_step
 
 LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,3 +59,41 @@ def compiled() -> Record:
 def test_compiled_layers_train_as_plain_torch() -> None:
     for record in on_grid("pp 2", compiled, timeout=120):
         compare(record, expected(2))
+
+
+def loss_in_float32(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return loss_of(logits.float(), targets)
+
+
+def gradients_of_one_step(dtype: torch.dtype, micro_batches: int) -> dict[str, dict[str, torch.Tensor]]:
+    """By form: the gradients of all stages, of which those of one micro-batch too many or too few would be far away."""
+    found = {}
+    pipelines, own = current().topology.axis_size("dp"), current().topology.axis_rank("dp")
+    ids, targets = (x[0].chunk(pipelines)[own] for x in text())
+    for form, (schedule, options) in FORMS.items():
+        model = Piped(4, 3, False, **options).to(dtype)
+        train_step(model, loss_in_float32, (ids, targets), schedule, micro_batches, manager=OptimManager())
+        (_, (gradients, *_), _) = of_all_stages(([], [whole_gradients(model)], {}))
+        found[form] = gradients
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)], ids=["bfloat16", "float32"]
+)
+@pytest.mark.parametrize(("grid", "micro_batches"), [("pp 2", 8), ("pp 2 x dp 2", 4)])
+def test_gradients_of_joined_micro_batches_are_those_of_plain_torch(
+    grid: str, micro_batches: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Some micro-batches are one product each, or all of a step."""
+    plain: nn.Module = Plain(4).double().to(dtype).double()
+    ids, targets = (x[0] for x in text())
+    loss_of(plain(ids), targets).backward()
+    wanted = whole_gradients(plain)
+    for found in on_grid(grid, gradients_of_one_step, dtype, micro_batches):
+        for form, gradients in found.items():
+            assert gradients.keys() == wanted.keys()
+            for name, gradient in gradients.items():
+                assert gradient.dtype == dtype
+                error = (gradient.double() - wanted[name]).norm() / wanted[name].norm()
+                assert error < tolerance, (form, name, error)

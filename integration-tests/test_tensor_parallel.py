@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import bmt_recording
 import pytest
 import torch
-from tensor_trainings import SEQUENCE, SETTINGS, check, hundred_steps, step
+from tensor_trainings import SEQUENCE, SETTINGS, Record, check, hundred_steps, sharded, step
 from torch import nn
 from tp_models import Net, fill, tp
 
@@ -19,6 +21,7 @@ from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
+from bmt_zero.gradients.full_gradients import FullGradients
 
 CASES = [
     ("tp 1", 3),
@@ -54,9 +57,23 @@ def test_gathered_once_for_all_layers_or_in_one_piece() -> None:
     check("tp 2", options={"async_gather_chunks": None})
 
 
+def in_place_training(*arguments: Any) -> Record:
+    """Train as ``sharded`` does; no gradient of a matrix is copied to where it is reduced from."""
+    complete = FullGradients.complete
+
+    def checked(full: FullGradients, grads: Any, wanted: Any) -> torch.Tensor:
+        matrices = [(view, grad) for view, grad in zip(full._views, grads, strict=True) if view.dim() == 2]
+        assert all(grad is None or grad.data_ptr() == view.data_ptr() for view, grad in matrices)
+        return complete(full, grads, wanted)
+
+    with patch.object(FullGradients, "complete", checked):
+        return sharded(*arguments)
+
+
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 def test_compiled_blocks(use_checkpoint: bool) -> None:
-    check("tp 2", dtype=torch.float32, block={"compile": True, "use_checkpoint": use_checkpoint})
+    block = {"compile": True, "use_checkpoint": use_checkpoint}
+    check("tp 2", training=in_place_training, dtype=torch.float32, block=block)
 
 
 # ---- what travels ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -10,8 +11,11 @@ import torch
 from delays import PLACES, Where, delayed
 from tensor_trainings import GRIDS, Record, check, hundred_steps, sharded
 
+import bmtrain as bmt
+from bmt_core.errors import CallError
+from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
-from bmt_tp import overlapped_products
+from bmt_tp import overlapped_products, row_transfers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +60,63 @@ def test_optimizers_and_compiled_blocks(optimizer: str, compiles: bool) -> None:
 def test_what_is_replicated_stays_bit_identical_for_a_hundred_steps() -> None:
     for values in run_ranks(hundred_steps, 2, init={"tp_size": 2, **CUDA}, timeout=120):
         assert values and all(torch.equal(value, value[:1].expand_as(value)) for value in values)
+
+
+def transfers_taken(shapes: list[tuple[int, ...]]) -> tuple[list[str], bool]:
+    """Run a layer on inputs of these shapes; return which transfers it has made, and whether the last output is right."""
+    taken: list[str] = []
+    begin = row_transfers.begin_transfer
+
+    def noted(*arguments: Any) -> row_transfers.RowTransfer:
+        taken.append(type(made := begin(*arguments)).__name__)
+        return made
+
+    layer = bmt.nn.ColumnParallelLinear(16, 8, gather_input=True, gather_output=True, dtype=torch.float64)
+    bmt.init_parameters(layer)
+    device, whole, found = current().device, torch.empty(0), torch.empty(0)
+    with patch.object(overlapped_products, "begin_transfer", noted):
+        for number, shape in enumerate(shapes):
+            generator = torch.Generator().manual_seed(number)
+            whole = torch.randn(bmt.world_size() * shape[0], *shape[1:], generator=generator, dtype=torch.float64)
+            found = layer(whole.tensor_split(bmt.world_size())[bmt.rank()].to(device))
+    weight, bias = (bmt.distributed.all_gather(part.data).flatten(0, 1) for part in (layer.weight, layer.bias))
+    expected = torch.nn.functional.linear(whole.to(device), weight, bias)
+    return taken, torch.allclose(found, expected)
+
+
+def test_rows_travel_by_copies_between_devices_also_when_they_grow() -> None:
+    shapes = [(4, 16), (40, 16), (3, 5, 16), (400, 16), (4, 16)]
+    for taken, is_right in run_ranks(transfers_taken, 2, shapes, init={"tp_size": 2, **CUDA}):
+        assert taken == ["PeerTransfer"] * len(shapes)
+        assert is_right
+
+
+def test_without_the_compiled_kernels_rows_travel_by_collectives() -> None:
+    env = {"BMT_KERNELS": "reference"}
+    for taken, is_right in run_ranks(transfers_taken, 2, [(4, 16)], init={"tp_size": 2, **CUDA}, env=env):
+        assert taken == ["LaneTransfer"]
+        assert is_right
+
+
+def alone_in_a_layer(sleeps: float) -> str:
+    layer = bmt.nn.ColumnParallelLinear(16, 8, gather_input=True)
+    bmt.init_parameters(layer)
+    rows = torch.zeros(4, 16, device=current().device)
+    layer(rows)
+    torch.cuda.synchronize()
+    if bmt.rank() == 1:
+        time.sleep(sleeps)
+        return ""
+    try:
+        for _ in range(3):
+            layer(rows)
+            torch.cuda.synchronize()
+    except CallError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(("sleeps", "expected"), [(0.0, "Rank 1 has ended its run"), (8.0, "Rank 0 has waited 4 s")])
+def test_a_rank_that_does_not_come_ends_the_others(sleeps: float, expected: str) -> None:
+    message, _ = run_ranks(alone_in_a_layer, 2, sleeps, init={"tp_size": 2, "timeout": 4, **CUDA}, timeout=60)
+    assert expected in message

@@ -74,7 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     """Measure and print the table; the exit status is 1 if a case failed otherwise than for lack of memory."""
     options = _parse(arguments)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS, pipe_size=world, reduce_dtype="param")
+    bmt.init_distributed(
+        device=options.device, timeout=TIMEOUT_SECONDS, pipe_size=world, reduce_dtype="param", check_calls=False
+    )
     try:
         rows = _measure_all(options, arguments)
     finally:

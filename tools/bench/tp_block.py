@@ -31,14 +31,14 @@ from bench.table import OK
 from bench.tp_blocks import KINDS, Blocks, dense_block
 from bench.trace import write_trace
 
-VARIANTS = (
+VARIANTS = (  # in this order: the processes that compile take the host's time while they start, and "local" waits for nobody
+    "local eager",
+    "local compiled",
     "dtensor eager",
     "dtensor compiled",
     "dtensor async",
     "bmt eager",
     "bmt compiled",
-    "local eager",
-    "local compiled",
 )
 # A product's result is rounded once; cut in two, each part and their sum.
 MAX_ROUNDINGS = 3.0
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure and print the table; the exit status is 1 if a case failed otherwise than for lack of memory."""
     options = _parser().parse_args(arguments)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS, tp_size=world)
+    bmt.init_distributed(device=options.device, timeout=TIMEOUT_SECONDS, tp_size=world, check_calls=False)
     try:
         device = bmt.current().device
         prepare(device)

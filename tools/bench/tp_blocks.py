@@ -82,13 +82,13 @@ class DTensorBlocks(Blocks):
 
 
 class BmtBlocks(Blocks):
-    """bmt's parallel layers in Blocks: what is not cut over tp is sharded over it."""
+    """bmt's parallel layers in Blocks, of which every rank keeps all that is not cut over tp, as with DTensor."""
 
     def _block(self, dense: nn.Module) -> nn.Module:
         return bmt.Block(
             parallel_unit(dense, self.size, self.device),
             use_checkpoint=False,
-            zero_level=2,
+            zero_level=0,
             initialized=True,
             compile=self.mode != "eager",
         )

@@ -57,6 +57,7 @@ endif()
 pybind11_add_module(
   _cuda NO_EXTRAS
   csrc/cuda/module.cpp
+  csrc/cuda/peer.cpp
   csrc/cuda/adam.cu
   csrc/cuda/architectures.cu
   csrc/cuda/casts.cu
@@ -66,7 +67,7 @@ pybind11_add_module(
 set_source_files_properties(csrc/cuda/module.cpp PROPERTIES COMPILE_OPTIONS -O1)
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
 target_include_directories(_cuda PRIVATE csrc)
-target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+target_link_libraries(_cuda PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
 target_compile_options(
   _cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow> $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall>
 )

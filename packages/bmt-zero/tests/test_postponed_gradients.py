@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import Uses, full_gradient
 
-from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients
+from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients, rank
 from bmt_core.testing import run_ranks
 from bmt_zero import Block
 from bmt_zero.schedule.block_call import BlockCall
@@ -170,6 +170,64 @@ def test_in_half_precision_products_of_several_micro_batches_are_one(level: int,
     for joined, ordinary, is_clear in run_ranks(joined_in_half_precision, 2, level, device, init={"device": device}):
         torch.testing.assert_close(joined, ordinary, rtol=0.02, atol=0.02)
         assert is_clear
+
+
+def layer_and_gradients_left(passes: int, rows: int, linear: bool = True) -> tuple[Any, list[PostponedGradients]]:
+    """A Block of a weight of 64 x 64 in bfloat16, whose sum in float32 is 16 KiB, and what passes of ``rows`` rows leave of it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False) if linear else nn.LayerNorm(64)
+    module: Any = Block(nn.Sequential(layer), False, 3, reduce_dtype="param").bfloat16()
+    left = []
+    for number in range(passes):
+        module.set_use(BlockUse(last_backward=number == passes - 1))
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
+        left.append(postponed_backward(module(x).float().square().sum()))
+    return module, left
+
+
+def numbers_to_join() -> list[int]:
+    """For four rows, whose input and gradient are 1 KiB: of one pass, of as many as need no sum, of more. For others: of four."""
+    (of_few,), (of_many,), (of_none,) = (
+        layer_and_gradients_left(1, rows, linear)[1] for rows, linear in ((4, True), (64, True), (4, False))
+    )
+    few = [of_few.number_to_join(passes) for passes in (1, 25, 26)]
+    return [*few, of_many.number_to_join(4), of_none.number_to_join(4)]
+
+
+def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum() -> None:
+    assert run_ranks(numbers_to_join, 2) == [[1, 25, 9, 1, 1]] * 2
+
+
+def joined_by(number_of_rank: list[int]) -> tuple[torch.Tensor, bool]:
+    """The gradient of four passes, joined by each rank as it likes; and whether this rank has a sum of it in float32."""
+    module, left = layer_and_gradients_left(4, 4)
+    number = number_of_rank[rank()]
+    (group,) = module._bmt_block.block.groups
+    is_summed = False
+    for first in range(0, 4, number):
+        PostponedGradients.joined(left[first : first + number]).compute()
+        is_summed |= group.reducer._held_back is not None
+    torch.optim.SGD(module.parameters(), lr=0.0).step()
+    gradient = full_gradient(module[0].weight)
+    assert gradient is not None
+    return gradient, is_summed
+
+
+def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like() -> None:
+    """All passes of a step need no float32 sum on a rank; several ranks reduce in float32 whether they have one or not."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 64, bias=False).bfloat16().double()
+    for number in range(4):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).bfloat16().double()
+        plain(x).square().sum().backward()
+    expected = plain.weight.grad
+    assert expected is not None
+    for numbers in ([4], [4, 4], [4, 1], [3, 4]):
+        for at, (gradient, is_summed) in enumerate(run_ranks(joined_by, len(numbers), numbers)):
+            assert is_summed == (numbers[at] < 4)
+            # Outputs and their gradients are rounded too.
+            error = (gradient.double() / len(numbers) - expected).norm() / expected.norm()
+            assert gradient.dtype == torch.bfloat16 and error < 2**-8, (numbers, error)
 
 
 def kept_memory() -> tuple[bool, bool, bool, bool]:

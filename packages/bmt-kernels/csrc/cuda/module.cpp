@@ -3,10 +3,35 @@
 
 #include "common/bindings.h"
 #include "cuda/architectures.h"
+#include "cuda/peer.h"
+
+namespace bmt {
+namespace {
+
+void bind_peer_link(py::module_& module) {
+    py::class_<PeerLink>(module, "PeerLink")
+        .def(py::init<>())
+        .def("shared",
+             [](const PeerLink& link, std::uintptr_t address) {
+                 const auto [handle, offset] = link.shared(address);
+                 return py::make_tuple(py::bytes(handle), offset);
+             })
+        .def("opened", &PeerLink::opened)
+        .def("close", &PeerLink::close)
+        .def("mapped", &PeerLink::mapped)
+        .def("unmap", &PeerLink::unmap)
+        .def("copy", &PeerLink::copy)
+        .def("wait", &PeerLink::wait)
+        .def("write", &PeerLink::write);
+}
+
+}  // namespace
+}  // namespace bmt
 
 PYBIND11_MODULE(_cuda, module) {
     module.doc() =
         "Compiled kernels for CUDA, on raw addresses. Use bmt_kernels instead, which checks what it is given.";
     bmt::bind_operations(module);
+    bmt::bind_peer_link(module);
     module.attr("ARCHITECTURES") = bmt::architectures();
 }

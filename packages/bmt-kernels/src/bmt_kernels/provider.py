@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
-from bmt_core.ops import KernelProvider
+from bmt_core.ops import KernelProvider, PeerLink
 from bmt_kernels import adam, binaries, bits, cross_entropy, gradients
 from bmt_kernels.launcher import Binary, Where
 
@@ -93,6 +93,11 @@ class CudaKernels(CompiledKernels):
         """The index of the device, and its current stream."""
         stream = torch.cuda.current_stream(device)
         return (stream.device_index, stream.cuda_stream)
+
+    def peer_link(self) -> PeerLink:
+        """The current device's copy engine."""
+        link: PeerLink = cast(Any, self.binary).PeerLink()
+        return link
 
 
 _SHARED = {"cpu": CpuKernels(), "cuda": CudaKernels()}

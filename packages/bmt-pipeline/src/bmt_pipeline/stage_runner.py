@@ -5,10 +5,12 @@ fails goes on with the schedule, computes nothing more, and sends what has the r
 stages learn of the failure and raise. Before the first micro-batch the shapes are not known: then the layout says that there will
 be none, and nothing travels over that edge.
 
-[Note: joined products] The weight gradients of two micro-batches are one product of the rows of both. It reads and writes the sum
-of gradients once, where two products would do so twice, and takes less time itself. So they are computed when those of every
-second micro-batch are due. Until then a chunk keeps the inputs of its linear layers and the gradients of their outputs for one
-micro-batch more than the schedule says.
+[Note: joined products] The weight gradients of several micro-batches are one product of all their rows. It reads and writes the sum
+of gradients once, where several products would do so each, and takes less time itself. One product of all micro-batches of a step
+needs no sum. So weight gradients are computed when those of the last of these micro-batches are due. Until then a chunk keeps the
+inputs of its linear layers and the gradients of their outputs for more micro-batches than the schedule says;
+``PostponedGradients.number_to_join`` limits that memory. Where a schedule has so few micro-batches that it fills waits with most of
+its weight gradients, each is computed when it is due.
 """
 
 from __future__ import annotations
@@ -32,9 +34,6 @@ from bmt_pipeline.failures import tell_failure
 from bmt_pipeline.payload import Layout
 from bmt_pipeline.schedules import Action, Content, Kind, Output, Schedule
 from bmt_pipeline.transfers import Arriving, Transfers
-
-_JOINED = 2
-"""For how many micro-batches weight gradients are one product: see [Note: joined products]."""
 
 
 class Part(Protocol):
@@ -111,6 +110,7 @@ class StageRunner:
         self._here: dict[Output, list[torch.Tensor]] = {}  # what one part of this stage has made for another one
         self._postponed: dict[_Key, PostponedGradients] = {}
         self._due: list[list[PostponedGradients]] = [[] for _ in parts]  # by chunk: see [Note: joined products]
+        self._joins: dict[int, int] = {}  # by chunk: of how many micro-batches
         self._left = [schedule.micro_batches for _ in parts]  # by chunk: whose weight gradients are not due yet
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -204,10 +204,20 @@ class StageRunner:
         due = self._due[action.chunk]
         due.append(self._postponed.pop(_key(action)))
         self._left[action.chunk] -= 1
-        if len(due) == _JOINED or self._left[action.chunk] == 0 or not due[0].has_products:
+        if action.chunk not in self._joins:
+            self._joins[action.chunk] = self._number_to_join(due[0])
+        if len(due) == self._joins[action.chunk] or self._left[action.chunk] == 0:
             postponed = PostponedGradients.joined(due)
             due.clear()
             postponed.compute()
+
+    def _number_to_join(self, first: PostponedGradients) -> int:
+        """Return for how many micro-batches weight gradients are one product, of which ``first`` is one."""
+        schedule = self._schedule
+        fills_waits = any(action.kind is Kind.WEIGHT_GRADIENT for action in schedule.orders[self._stage])
+        if fills_waits and schedule.micro_batches < 2 * schedule.stages:
+            return 1
+        return first.number_to_join(schedule.micro_batches)
 
     def _inputs_of(self, action: Action, part: int) -> list[torch.Tensor]:
         return self._received(Output(Content.ACTIVATION, action.micro_batch, part - 1)) if part > 0 else []

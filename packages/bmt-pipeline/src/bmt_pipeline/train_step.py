@@ -53,7 +53,7 @@ def train_step(
     Schedules: ``"1f1b"`` and ``"gpipe"``; ``"zero-bubble"``, which computes weight gradients when a stage would wait; for a list of
     layers made with ``chunks=2`` or more ``"interleaved"``, and with ``chunks=2, placement="v"`` ``"zero-bubble"``; or a
     :class:`Schedule`. Each docstring in ``bmt_pipeline.schedules`` says its bubble and what is live; what linear layers need
-    for their weight gradients stays for one micro-batch more.
+    for their weight gradients may stay longer, in at most half the memory of a float32 sum of these gradients.
 
     Gradients are added to ``.grad`` as those of ``manager.backward(loss)`` would be, with the manager's scale and division; without
     a manager they are those of ``loss.backward()`` on every rank: sums over all ranks, or means in a run of

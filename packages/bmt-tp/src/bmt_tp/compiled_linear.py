@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bmt_core.modules.layer_gradients import running_backward
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
 from bmt_tp.tensor_group import tensor_ranks
 
@@ -70,18 +71,37 @@ def _register() -> None:
         library.define(f"{kind}_forward{_FORWARD}", tags=[torch.Tag.needs_fixed_stride_order])
         library.define(f"{kind}_backward{_BACKWARD}", tags=[torch.Tag.needs_fixed_stride_order])
         library.impl(f"{kind}_forward", forward, "CompositeExplicitAutograd")
-        library.impl(f"{kind}_backward", _with_empty(backward), "CompositeExplicitAutograd")
+        library.impl(f"{kind}_backward", _complete(backward), "CompositeExplicitAutograd")
         torch.library.register_fake(f"bmt_tp::{kind}_forward", _fake_forward(kind == "column"), lib=library)
         torch.library.register_fake(f"bmt_tp::{kind}_backward", _fake_backward, lib=library)
 
 
-def _with_empty(backward: Any) -> Any:
-    """Return ``backward`` with an empty tensor in the place of each gradient that is not wanted."""
+class _PlacedGradients:
+    """A :class:`GradientWriter` that has the gradient of ``weight`` computed where the block reduces it from, if there is one."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def begin_forward(self, input: torch.Tensor) -> None: ...
+    def end_forward(self) -> None: ...
+    def begin_backward(self) -> None: ...
+
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor:
+        places = running_backward.places
+        place = None if places is None else places.place_for(self._weight)
+        return grad.t().mm(input) if place is None else torch.mm(grad.t(), input, out=place)
+
+    def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.sum(0)
+
+
+def _complete(backward: Any) -> Any:
+    """Return ``backward`` with an empty tensor for each gradient that is not wanted, and others in their places."""
 
     def complete(
         grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, option: bool, chunks: int | None, *wanted: bool
     ) -> tuple[torch.Tensor, ...]:
-        found = backward(grad, input, weight, option, chunks, wanted)
+        found = backward(grad, input, weight, option, chunks, wanted, _PlacedGradients(weight))
         return tuple([grad.new_empty(0) if value is None else value for value in found])
 
     return complete

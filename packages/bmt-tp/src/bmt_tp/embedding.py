@@ -14,7 +14,6 @@ from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.torch_internals import never_compiled
 from bmt_tp.linear_function import parallel_linear
-from bmt_tp.overlapped_products import GatheredRows
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group
 
 
@@ -111,7 +110,7 @@ class _JoinVectors(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if not ctx.scattered:
             return grads[0], None, None
-        return GatheredRows(grads[0]).wait(), None, None
+        return gather_stacked(grads[0], ctx.group).flatten(0, 1), None, None
 
 
 def _check_ids(ids: torch.Tensor, vocabulary: int) -> None:

@@ -29,7 +29,9 @@ def column_forward(
     """Return the product of all rows with this rank's slice of the weight's output features."""
     if not gather_input:
         return linear(input, weight, bias)
-    output = GatheredRows(_rows(input), chunks).times(weight.t(), bias)
+    gathered = GatheredRows(_rows(input), chunks, whole=False)
+    output = gathered.times(weight.t(), bias)
+    gathered.end()
     return output.view(input.shape[0] * tensor_ranks().size, *input.shape[1:-1], weight.shape[0])
 
 
@@ -45,7 +47,7 @@ def column_backward(
     """Return the gradients of :func:`column_forward`. The input's is summed over the ranks while the weight's is computed."""
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
-    gathered = GatheredRows(rows) if gather_input and for_weight else None
+    gathered = GatheredRows(rows, whole=True) if gather_input and for_weight else None
     wait: Callable[[], torch.Tensor] | None = None
     if for_input:
         start = summed_product if gather_input else reduced_product
@@ -53,7 +55,10 @@ def column_backward(
     of_bias = _bias_gradient(grad, writer) if for_bias else None
     of_weight = None
     if for_weight:
-        of_weight = _weight_gradient(grad, rows if gathered is None else gathered.wait(), writer)
+        whole = rows if gathered is None else gathered.wait()
+        of_weight = _weight_gradient(grad, whole, writer, is_lent=gathered is not None)
+    if gathered is not None:
+        gathered.end()
     return None if wait is None else wait().view(input.shape), of_weight, of_bias
 
 
@@ -61,8 +66,10 @@ def row_forward(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scattered: bool, chunks: int | None
 ) -> torch.Tensor:
     """Return the sum over the ranks of their products: of this rank's rows if ``scattered``, else of all rows."""
-    start = summed_product if scattered else reduced_product
-    output = start(_rows(input), weight.t(), bias, chunks)()
+    if scattered:
+        output = summed_product(_rows(input), weight.t(), bias, chunks, waits_at_once=True)()
+    else:
+        output = reduced_product(_rows(input), weight.t(), bias, chunks)()
     rows = input.shape[0] // tensor_ranks().size if scattered else input.shape[0]
     return output.view(rows, *input.shape[1:-1], weight.shape[0])
 
@@ -81,14 +88,17 @@ def row_backward(
     grad, rows = _rows(grad), _rows(input)
     of_input = of_bias = gathered = None
     if scattered:
-        gathered = GatheredRows(grad, chunks)
+        gathered = GatheredRows(grad, chunks, whole=for_weight)
     if for_bias:
         of_bias = _bias_gradient(grad if scattered else _own_part(grad), writer)
     if for_input:
         of_input = grad.mm(weight) if gathered is None else gathered.times(weight)
+    of_weight = None
+    if for_weight:
+        whole = grad if gathered is None else gathered.wait()
+        of_weight = _weight_gradient(whole, rows, writer, is_lent=gathered is not None)
     if gathered is not None:
-        grad = gathered.wait()
-    of_weight = _weight_gradient(grad, rows, writer) if for_weight else None
+        gathered.end()
     return None if of_input is None else of_input.view(input.shape), of_weight, of_bias
 
 
@@ -102,8 +112,10 @@ def _own_part(rows: torch.Tensor) -> torch.Tensor:
     return rows.tensor_split(ranks.size)[ranks.rank]
 
 
-def _weight_gradient(grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:
-    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input)
+def _weight_gradient(
+    grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None, *, is_lent: bool
+) -> torch.Tensor | None:
+    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input, is_lent=is_lent)
 
 
 def _bias_gradient(grad: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:

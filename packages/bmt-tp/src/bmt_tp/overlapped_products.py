@@ -8,122 +8,103 @@ arrive, and computes the rows of the others first, so that they travel while it 
 rank r - s and sends to rank r + s, so that in each step every rank sends and receives as much as every other. A piece is
 the rows of one rank, or one of ``chunks`` parts of them.
 
-[Note: memory] Everything is allocated where the computation is queued, before the lane is told to start after it, and
-kept by :class:`UnderWay` until the computation has waited for the lane, also when an exception passes: see
-[Note: buffer lifetime] in bmt_core.run.lanes.
+Memory is allocated where the computation is queued, before the lane is told to start after it: see [Note: buffer lifetime] in
+bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from bmt_core.run.lanes import Mark
+from bmt_tp.row_transfers import Piece, begin_transfer, part_of
 from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 MIN_ROWS = 2048
 """Rows of the smallest piece on CUDA. A product of fewer rows does not keep the device busy, and costs more than it hides."""
 
 
-class Piece(NamedTuple):
-    """One exchange: which rows go to which rank, and which rows come from which; ``part`` None is all rows of a rank."""
-
-    to: int
-    source: int
-    part: slice | None
-
-
-class UnderWay:
-    """What the lane has been given, in order, with the memory that it reads and writes: see [Note: memory]."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[Mark, tuple[torch.Tensor, ...]]] = []
-
-    def add(self, mark: Mark, *memory: torch.Tensor) -> None:
-        """Keep ``memory`` until somebody has waited for ``mark``."""
-        self._marks.append((mark, memory))
-
-    def wait_for_next(self) -> None:
-        """Wait for the first that nobody has waited for."""
-        self._marks[0][0].wait()
-        del self._marks[0]
-
-    def wait(self) -> None:
-        """Wait for the rest."""
-        while self._marks:
-            self.wait_for_next()
-
-    def __del__(self) -> None:
-        # On the CPU memory belongs to no stream, and the peer of a rank that failed may never come.
-        if self._marks and self._marks[0][1][0].is_cuda:
-            self.wait()
-
-
 class GatheredRows:
     """The rows of all ranks; ``rows`` are this rank's. They start to travel when the object is made. Collective.
 
-    Volume: each rank receives (W - 1) * rows.
+    ``whole``: also for :meth:`wait`. They are there until :meth:`end`. Volume: each rank receives (W - 1) * rows.
     """
 
-    def __init__(self, rows: torch.Tensor, chunks: int | None = 1) -> None:
+    def __init__(self, rows: torch.Tensor, chunks: int | None = 1, *, whole: bool) -> None:
         ranks = tensor_ranks()
         self._rank = ranks.rank
         self._own = rows.contiguous()
-        self._all = rows.new_empty((ranks.size, *rows.shape))
-        self._of_ranks = self._all.unbind()
-        ranks.lane.after(ranks.lane.here())
+        self._transfer = begin_transfer(ranks, self._own, (ranks.size, *rows.shape))
         self._pieces = _pieces(ranks, rows, chunks)
-        self._under_way = UnderWay()
-        for to, source, part in self._pieces:
-            incoming = _part(self._of_ranks[source], part)
-            start = functools.partial(ranks.in_lane.exchange, [(_part(self._own, part), to)], [(incoming, source)])
-            self._under_way.add(ranks.lane.run(start), self._own, self._all)
+        for piece in self._pieces:
+            self._transfer.start(part_of(self._own, piece.part), piece)
+        if whole:
+            self._transfer.start(self._own, Piece(self._rank, self._rank, None))
 
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
-        self._under_way.wait()
-        self._of_ranks[self._rank].copy_(self._own)
-        return self._all.flatten(0, 1)
+        self._transfer.wait()
+        return self._transfer.all_rows.flatten(0, 1)
 
     def times(self, factor: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``rows factor + bias`` of all ranks' rows, (W, rows, out)."""
-        output = self._own.new_empty((*self._all.shape[:2], factor.shape[1]))
+        arriving = self._transfer.of_ranks
+        output = self._own.new_empty((*self._transfer.all_rows.shape[:2], factor.shape[1]))
         of_ranks = output.unbind()
         _product(self._own, factor, bias, of_ranks[self._rank])
         for _, source, part in self._pieces:
-            self._under_way.wait_for_next()
-            _product(_part(self._of_ranks[source], part), factor, bias, _part(of_ranks[source], part))
+            self._transfer.wait_for_next()
+            _product(part_of(arriving[source], part), factor, bias, part_of(of_ranks[source], part))
         return output
+
+    def end(self) -> None:
+        """Let go of the rows, which everything that reads them has been given to."""
+        self._transfer.end()
 
 
 def summed_product(
-    input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, chunks: int | None
+    input: torch.Tensor,
+    factor: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int | None,
+    *,
+    waits_at_once: bool = False,
 ) -> Callable[[], torch.Tensor]:
     """Start ``input factor`` of (W * rows, in), whose sum over the ranks is scattered: each gets its (rows, out), plus ``bias``.
 
-    Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. Collective. Volume: each
-    rank sends (W - 1) * rows.
+    Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. ``waits_at_once``: the caller
+    computes nothing before. Collective. Volume: each rank sends (W - 1) * rows.
     """
     ranks = tensor_ranks()
     inputs = input.chunk(ranks.size)
     shape = (ranks.size, inputs[0].shape[0], factor.shape[1])
-    all_parts, all_sent = input.new_empty(shape), input.new_empty(shape)
-    parts, sent = all_parts.unbind(), all_sent.unbind()
-    under_way = UnderWay()
-    for to, source, part in _pieces(ranks, inputs[0], chunks):
-        outgoing = _part(sent[to], part)
-        _product(_part(inputs[to], part), factor, None, outgoing)
-        ranks.lane.after(ranks.lane.here())
-        start = functools.partial(ranks.in_lane.exchange, [(outgoing, to)], [(_part(parts[source], part), source)])
-        under_way.add(ranks.lane.run(start), all_sent, all_parts)
-    _product(inputs[ranks.rank], factor, bias, parts[ranks.rank])
+    transfer = begin_transfer(ranks, input, shape)
+    parts, sent = transfer.of_ranks, input.new_empty(shape).unbind()
+    pieces = _pieces(ranks, inputs[0], chunks)
+    # The product of this rank's rows can add what has arrived of one other rank, if that has the time to arrive meanwhile.
+    adds = ranks.size == 2 and not (waits_at_once and len(pieces) == 1)
+    for piece in pieces:
+        outgoing = part_of(sent[piece.to], piece.part)
+        _product(part_of(inputs[piece.to], piece.part), factor, bias if adds else None, outgoing)
+        transfer.start(outgoing, piece)
+    if not adds:
+        _product(inputs[ranks.rank], factor, bias, parts[ranks.rank])
 
     def wait() -> torch.Tensor:
-        under_way.wait()
-        return parts[0] + parts[1] if len(parts) == 2 else all_parts.sum(0)
+        if adds:
+            total = input.new_empty(shape[1:])
+            for _, source, part in pieces:
+                transfer.wait_for_next()
+                arrived, own = part_of(parts[source], part), part_of(inputs[ranks.rank], part)
+                torch.addmm(arrived, own, factor, out=part_of(total, part))
+        else:
+            transfer.wait()
+            total = parts[0] + parts[1] if ranks.size == 2 else transfer.all_rows.sum(0)
+        transfer.end()
+        return total
 
     return wait
 
@@ -140,15 +121,16 @@ def reduced_product(
     """
     ranks = tensor_ranks()
     output = input.new_empty((len(input), factor.shape[1]))
-    under_way = UnderWay()
+    marks: list[Mark] = []
     for part in _parts(len(input), chunks, _min_rows(input)):
-        summed = _part(output, part)
-        _product(_part(input, part), factor, None, summed)
+        summed = part_of(output, part)
+        _product(part_of(input, part), factor, None, summed)
         ranks.lane.after(ranks.lane.here())
-        under_way.add(ranks.lane.run(functools.partial(ranks.in_lane.all_reduce, summed)), output)
+        marks.append(ranks.lane.run(functools.partial(ranks.in_lane.all_reduce, summed)))
 
     def wait() -> torch.Tensor:
-        under_way.wait()
+        for mark in marks:
+            mark.wait()
         return output if bias is None else output.add_(bias)
 
     return wait
@@ -159,10 +141,6 @@ def _product(input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | Non
         torch.mm(input, factor, out=out)
     else:
         torch.addmm(bias, input, factor, out=out)
-
-
-def _part(rows: torch.Tensor, part: slice | None) -> torch.Tensor:
-    return rows if part is None else rows[part]
 
 
 def _pieces(ranks: TensorRanks, rows: torch.Tensor, chunks: int | None) -> tuple[Piece, ...]:

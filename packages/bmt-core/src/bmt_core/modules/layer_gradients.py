@@ -30,8 +30,11 @@ class GradientWriter(Protocol):
     def begin_backward(self) -> None:
         """Have the values of the weight there."""
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
-        """Write ``gradᵀ input`` of (n, out) and (n, in) where it is reduced from, or return it for autograd."""
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor | None:
+        """Write ``gradᵀ input`` of (n, out) and (n, in) where it is reduced from, or return it for autograd.
+
+        ``is_lent``: after this call, somebody else may write to the memory of ``grad`` and ``input``.
+        """
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
         """Write the sum of the rows of ``grad`` (n, out) where it is reduced from, or return it for autograd."""
@@ -42,3 +45,22 @@ class LayerGradients(Protocol):
 
     def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> GradientWriter | None:
         """Return what this call uses; None where autograd is to do everything (no gradients, autocast, hooks on the weight)."""
+
+
+class GradientPlaces(Protocol):
+    """Where the gradients of a block's parameters are reduced from, for layers inside of compiled code, which knows no Blocks."""
+
+    def place_for(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return where the gradient of ``weight``, a whole parameter, may be computed; None: anywhere else.
+
+        Whoever gets a place returns it to autograd as the gradient. Nobody else gets it in the same backward.
+        """
+
+
+class RunningBackward:
+    """The block whose backward runs, if any. Not thread-local: on GPUs autograd runs in threads of its own."""
+
+    places: GradientPlaces | None = None
+
+
+running_backward = RunningBackward()

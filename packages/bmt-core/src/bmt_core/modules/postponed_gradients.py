@@ -22,8 +22,12 @@ class PostponedPart(Protocol):
         """What stands for these parameters, always the same."""
 
     @property
-    def has_products(self) -> bool:
-        """Whether there is a product to compute, and not only gradients that autograd has computed."""
+    def kept_bytes(self) -> int:
+        """The size of what is kept for later; 0 if that is no product, but only gradients that autograd has computed."""
+
+    @property
+    def sum_bytes(self) -> int:
+        """The size of the sum to which the gradients are added, if those of other passes are computed apart from them."""
 
     def take_over(self, other: Self) -> None:
         """Compute from now on what ``other`` has left, of the same parameters, together with this."""
@@ -67,16 +71,25 @@ class PostponedGradients:
             for part in parts:
                 part.finish()
 
-    @property
-    def has_products(self) -> bool:
-        """Whether there is anything to compute that :meth:`joined` would compute faster."""
-        return any(part.has_products for part in self._parts)
+    def number_to_join(self, passes: int) -> int:
+        """Return for how many of a step's ``passes`` like this one :meth:`joined` saves time and takes little memory.
+
+        A product that is added to a sum reads and writes all of it; rows that are joined are copied. So as many are joined as
+        keep less than half as much as the sum takes. All are joined, and need no sum, if that takes no more than the sum and
+        that half of it.
+        """
+        kept = sum(part.kept_bytes for part in self._parts)
+        half = sum(part.sum_bytes for part in self._parts) // 2
+        if kept == 0:
+            return 1
+        return passes if (passes - 1) * kept <= 3 * half else 1 + half // kept
 
     @classmethod
     def joined(cls, several: Iterable[PostponedGradients]) -> PostponedGradients:
         """Return what ``several`` passes have left. Its ``compute()`` makes one product for each layer, of all their rows.
 
-        So a sum in memory is read and written once and not once for each. The others have nothing left.
+        So a sum in memory is read and written once and not once for each; if these are all passes of a step, there is none. The
+        others have nothing left. Ranks may join different numbers of passes.
         """
         by_parameters: dict[object, PostponedPart] = {}
         for postponed in several:

@@ -2,6 +2,7 @@
 
 from bmt_core.ops.choice import by_priority, choose_host_kernels, choose_kernels
 from bmt_core.ops.host_flag import HostFlag
+from bmt_core.ops.peer_link import PeerLink
 from bmt_core.ops.provider import OPERATIONS, KernelProvider
 from bmt_core.ops.remainder import read_master, split_master, write_master
 from bmt_core.ops.table import REFERENCE, Kernels
@@ -12,6 +13,7 @@ __all__ = [
     "HostFlag",
     "KernelProvider",
     "Kernels",
+    "PeerLink",
     "by_priority",
     "choose_host_kernels",
     "choose_kernels",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from bmt_core.ops import reference
+from bmt_core.ops.peer_link import PeerLink
 
 OPERATIONS = tuple(reference.__all__)
 
@@ -42,3 +43,7 @@ class KernelProvider(ABC):
     @abstractmethod
     def available(self) -> str | None:
         """Return None if the kernels can run in this process, otherwise the reason, as a clause for an error message."""
+
+    def peer_link(self) -> PeerLink | None:
+        """Return what copies from the current device into those of other processes, None if this provider has no such thing."""
+        return None

@@ -8,6 +8,7 @@ import torch
 
 from bmt_core.errors import PluginError
 from bmt_core.ops import reference
+from bmt_core.ops.peer_link import PeerLink
 from bmt_core.ops.provider import KernelProvider
 
 REFERENCE_NAME = "reference"
@@ -33,6 +34,7 @@ class Kernels:
     def __init__(self, *providers: KernelProvider) -> None:
         self.provider_of: dict[str, KernelProvider] = {}
         """The provider of each operation; those that the reference does are left out."""
+        self._providers = providers
         for provider in providers:
             for operation in provider.operations():
                 _check_parameters(provider, operation)
@@ -52,6 +54,10 @@ class Kernels:
     def has_compact_adam(self) -> bool:
         """Whether ``adam_step`` is a kernel that takes masters in two parts in one pass; the reference takes several."""
         return "adam_step" in self.provider_of and self.provider_of["adam_step"].has_compact_adam
+
+    def peer_link(self) -> PeerLink | None:
+        """Return that of the first provider that has one, see :meth:`KernelProvider.peer_link`; None if none has."""
+        return next((link for provider in self._providers if (link := provider.peer_link()) is not None), None)
 
     def on(self, device: torch.device) -> Kernels:
         """Return these kernels if they serve ``device``, otherwise the reference."""

@@ -155,8 +155,10 @@ class _Writer:
         if self._call is not None:
             self._call.begin_backward()
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
-        return _written(self._call, self._layer.weight, WeightGradient(grad.t(), input))
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor | None:
+        gradient = WeightGradient(grad.t(), input)
+        gradient.is_lent = is_lent
+        return _written(self._call, self._layer.weight, gradient)
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
         assert self._layer.bias is not None
@@ -166,10 +168,12 @@ class _Writer:
 class LayerGradient:
     """A gradient that can be computed from ``factors``, of which the first is the gradient of the layer's output."""
 
+    is_lent = False
+    """Whether the memory of the factors is somebody else's when the call that made this object has returned."""
     _versions: list[int]
 
     def __init__(self, *factors: torch.Tensor) -> None:
-        self._factors = factors
+        self.factors = factors
 
     def made(self) -> torch.Tensor:
         """Return the gradient."""
@@ -189,15 +193,15 @@ class LayerGradient:
 
     def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
         """Get ready to be computed after the backward pass, when memory of which ``may_be_freed`` says so is gone."""
-        grad, *inputs = [factor.clone() if may_be_freed(factor) else factor for factor in self._factors]
+        grad, *inputs = [factor.clone() if self.is_lent or may_be_freed(factor) else factor for factor in self.factors]
         # An input has the graph behind it. A gradient has not; kept as it is, torch does not take it over as .grad of others.
-        self._factors = grad, *[input.detach() for input in inputs]
-        self._versions = [factor._version for factor in self._factors]
+        self.factors = grad, *[input.detach() for input in inputs]
+        self._versions = [factor._version for factor in self.factors]
 
     def check(self) -> None:
         """Raise if what :meth:`keep` kept was modified since."""
-        if self._versions != [factor._version for factor in self._factors]:
-            shapes = " and ".join(str(tuple(factor.shape)) for factor in self._factors)
+        if self._versions != [factor._version for factor in self.factors]:
+            shapes = " and ".join(str(tuple(factor.shape)) for factor in self.factors)
             raise BmtError(
                 "A tensor that a postponed weight gradient is computed from was modified by an in-place operation after the"
                 f" backward pass; it is one of shape {shapes}. Call compute() before, use the out-of-place operation, or clone."
@@ -209,11 +213,11 @@ class WeightGradient(LayerGradient):
 
     def made(self) -> torch.Tensor:
         """See :class:`LayerGradient`."""
-        return torch.mm(*self._factors)
+        return torch.mm(*self.factors)
 
     def into(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`. On CUDA a float32 destination gets products of half types unrounded."""
-        grad, input = self._factors
+        grad, input = self.factors
         if destination.dtype == grad.dtype:
             torch.mm(grad, input, out=destination)
         elif grad.is_cuda:
@@ -223,7 +227,7 @@ class WeightGradient(LayerGradient):
 
     def added_to(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`, and :meth:`into` for float32."""
-        grad, input = self._factors
+        grad, input = self.factors
         if destination.dtype == grad.dtype:
             destination.addmm_(grad, input)
         elif grad.is_cuda:
@@ -233,7 +237,7 @@ class WeightGradient(LayerGradient):
 
     def joined(self, others: Iterable[WeightGradient]) -> WeightGradient:
         """See :class:`LayerGradient`."""
-        grads, inputs = zip(*[gradient._factors for gradient in (self, *others)], strict=True)
+        grads, inputs = zip(*[gradient.factors for gradient in (self, *others)], strict=True)
         return WeightGradient(torch.cat([grad.t() for grad in grads]).t(), torch.cat(inputs))
 
 
@@ -242,7 +246,7 @@ class BiasGradient(LayerGradient):
 
     def made(self) -> torch.Tensor:
         """See :class:`LayerGradient`."""
-        first, *others = self._factors
+        first, *others = self.factors
         if not others:
             return first.sum(0)
         total = first.sum(0, dtype=summation_dtype(first.dtype))
@@ -252,8 +256,8 @@ class BiasGradient(LayerGradient):
 
     def into(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`."""
-        if len(self._factors) == 1:
-            torch.sum(self._factors[0], 0, out=destination)
+        if len(self.factors) == 1:
+            torch.sum(self.factors[0], 0, out=destination)
         elif destination.dtype == summation_dtype(destination.dtype):
             self.added_to(destination.zero_())
         else:
@@ -261,12 +265,12 @@ class BiasGradient(LayerGradient):
 
     def added_to(self, destination: torch.Tensor) -> None:
         """See :class:`LayerGradient`."""
-        for grad in self._factors:
+        for grad in self.factors:
             destination += grad.sum(0, dtype=destination.dtype)
 
     def joined(self, others: Iterable[BiasGradient]) -> BiasGradient:
         """See :class:`LayerGradient`."""
-        return BiasGradient(*self._factors, *(factor for other in others for factor in other._factors))
+        return BiasGradient(*self.factors, *(factor for other in others for factor in other.factors))
 
 
 def _written(call: GradientCall | None, location: Location, gradient: LayerGradient) -> torch.Tensor | None:

@@ -34,6 +34,7 @@ class FullGradients:
         self._flat = torch.empty(group.total, dtype=dtype, device=group.device) if total is None else total
         self._views, self._gaps = group.views_and_gaps_of(self._flat)
         self._is_written = [self._adds] * len(self._views)
+        self._lent: set[int] = set()
 
     def take(self, index: int, gradient: LayerGradient) -> bool:
         """Write, or add, ``gradient`` where that of parameter ``index`` belongs; False if layers cannot write this dtype."""
@@ -46,6 +47,13 @@ class FullGradients:
             self._is_written[index] = True
         return True
 
+    def lend(self, index: int) -> torch.Tensor | None:
+        """Return where autograd may put the whole gradient of parameter ``index``; None if something is there, or was lent."""
+        if not self._takes or self._is_written[index] or index in self._lent:
+            return None
+        self._lent.add(index)
+        return self._views[index]
+
     def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
         """Add ``grads`` to what was written in place and return the flat tensor, zero where not ``wanted``.
 
@@ -57,7 +65,7 @@ class FullGradients:
         for view, grad, want, written in zip(self._views, grads, wanted, self._is_written, strict=True):
             if not want or (grad is None and not written):
                 empty.append(view)
-            elif grad is not None:
+            elif grad is not None and not (grad.data_ptr() == view.data_ptr() and self._lent):
                 (added if written else copied).append((view, grad.to_dense() if grad.is_sparse else grad))
         if copied:
             torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])

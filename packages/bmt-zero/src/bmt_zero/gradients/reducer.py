@@ -87,11 +87,18 @@ class GradientReducer:
         """
         return self._group.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
-    def room_for_products(self, *, reduces: bool) -> FullGradients:
-        """Return room for what :meth:`reduce`, or :meth:`hold_back`, is to take: the sum itself where layers can add to it."""
+    def room_for_products(self, *, reduces: bool, of_several: bool) -> FullGradients:
+        """Return room for what :meth:`reduce`, or :meth:`hold_back`, is to take: the sum itself where layers can add to it.
+
+        ``of_several``: the products are of several backward passes. Other ranks may have held back the gradients of some of
+        these, and reduce a float32 sum; so this rank does too. On one rank products of half types are rounded where they are made.
+        """
         self.forget_cleared()
-        if not self.adds_products(reduces=reduces):
+        is_wide = of_several and self._group.ranks.size > 1 and self._group.dtype.itemsize == 2
+        if not is_wide and not self.adds_products(reduces=reduces):
             return self.new_full_gradients()
+        if reduces and self._held_back is None:
+            self.in_flight.make_room()
         self._is_adding = self._held_back is not None
         dtype = summation_dtype(self._group.dtype)
         return FullGradients(self._group, dtype, total=self._held_back, takes_wide=True)
@@ -171,7 +178,8 @@ class GradientReducer:
     def forget(self, awaited: object) -> None:
         """Learn that the pass that has postponed gradients failed."""
         self._awaited.discard(awaited)
-        self.is_unwatched = False
+        # What a pass before it has left in the same step is still to be watched when the step ends.
+        self.is_unwatched = self._held_back is not None and self._witness is None
 
     def end_pass(self) -> None:
         """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back or postponed.

@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from bmt_core.modules.block_use import BlockUse
+from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.torch_internals import accumulates, backward_pass, when_backward_ends
 from bmt_zero.gradients.direct_linear import LayerGradient, LayerRecomputation, Location
@@ -127,6 +128,7 @@ class BlockCall:
         slots.put(whole)
         self._whole = slots, whole
         self._postpone()
+        running_backward.places = self
 
     def _postpone(self) -> None:
         """Keep the products that are gradients of weights: because a schedule asks for it, or to the end of the block's backward.
@@ -153,6 +155,17 @@ class BlockCall:
             self._postponed[location.group].take(location.position, gradient)
             return True
         return self._full_gradients(location.group).take(location.position, gradient)
+
+    def place_for(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`bmt_core.modules.layer_gradients.GradientPlaces`."""
+        if not self.writes_directly or self.is_computing:
+            return None
+        address = weight.data_ptr()
+        for number, leaves in enumerate(self._leaves.values()):
+            for index, leaf in enumerate(leaves):
+                if leaf.data_ptr() == address and leaf.shape == weight.shape and leaf.dtype == weight.dtype:
+                    return None if number in self._postponed else self._full_gradients(number).lend(index)
+        return None
 
     def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Any:
         """Reduce the whole gradients, or postpone that; return those of the shards that autograd is to have. Collective."""
@@ -198,6 +211,7 @@ class BlockCall:
         self._postponed = {}
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
+            running_backward.places = None
             self.block.awaited_calls.discard(self.number)
             # Of a schedule: another backward, or the forward that comes after one that was not the last.
             is_followed = bool(self.block.awaited_calls) or not self.use.last_forward

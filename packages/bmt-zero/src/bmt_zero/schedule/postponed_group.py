@@ -42,9 +42,18 @@ class PostponedGroup:
         return self._group
 
     @property
-    def has_products(self) -> bool:
+    def kept_bytes(self) -> int:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
-        return bool(self._products)
+        if not self._products:
+            return 0
+        factors = [factor for _, product in self._products for factor in product.factors]
+        kept = [*factors, *[grad for grad in self._grads if grad is not None and not grad.is_sparse]]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())  # a bias has its weight's factor
+
+    @property
+    def sum_bytes(self) -> int:
+        """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
+        return self._group.reducer.held_back_bytes
 
     def take_over(self, other: PostponedGroup) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`."""
@@ -79,7 +88,7 @@ class PostponedGroup:
 
     def compute_in_pass(self) -> None:
         """:meth:`compute` in the backward pass that has left it: ``.grad`` is complete when that pass ends. Collective."""
-        full = self._group.reducer.room_for_products(reduces=self._reduces)
+        full = self._group.reducer.room_for_products(reduces=self._reduces, of_several=bool(self._joined))
         for position, product in self._sums():
             if not full.take(position, product):
                 made, grad = product.made(), self._grads[position]

@@ -1,0 +1,69 @@
+"""Counters in memory of the host that several processes and their devices share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bmt_core.ops import PeerLink
+
+_DIRECTORY = Path("/dev/shm")
+_APART = 16  # words from one to the next, each in a cache line of its own
+_WORD = 4
+WRAP = (1 << 32) - 1
+"""Counters are numbers of 32 bits, which begin again at 0."""
+
+
+class SharedCounters:
+    """``count`` counters, all 0 at first, in a file that lies in memory."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        with path.open("r+b") as file:
+            mapping = mmap.mmap(file.fileno(), _length(count))
+        self._count = count
+        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._words = memoryview(mapping).cast("I")
+        self._link: PeerLink | None = None
+        self._on_device = 0
+
+    def __getitem__(self, index: int) -> int:
+        return self._words[index * _APART]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index * _APART] = value & WRAP
+
+    def values(self) -> list[int]:
+        """Return all."""
+        return self._words[: self._count * _APART : _APART].tolist()
+
+    def map(self, link: PeerLink) -> None:
+        """Let the device of ``link`` write to them and wait for them. Raises ``RuntimeError`` if it cannot."""
+        self._on_device = link.mapped(self._bytes.data_ptr(), self._bytes.nbytes)
+        self._link = link
+
+    def address(self, index: int) -> int:
+        """Return where the device finds that counter."""
+        return self._on_device + index * _APART * _WORD
+
+    def unmap(self) -> None:
+        """Take them from the device, which does not use them any more."""
+        if self._link is not None:
+            self._link.unmap(self._bytes.data_ptr())
+            self._link = None
+
+
+def new_counters_file(count: int) -> Path:
+    """Make the file of ``count`` counters, for the processes of this host; raises ``OSError``. Whoever makes it deletes it."""
+    descriptor, name = tempfile.mkstemp(prefix="bmt-", dir=_DIRECTORY)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(bytes(_length(count)))
+    return Path(name)
+
+
+def _length(count: int) -> int:
+    """Return the bytes of the file: whole pages, as only those can be given to a device."""
+    return -(-count * _APART * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE
