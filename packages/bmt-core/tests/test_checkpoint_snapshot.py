@@ -28,6 +28,41 @@ def net(value: float, dtype: torch.dtype = torch.float32, size: int = 1000) -> n
     return model
 
 
+class Counter(nn.Module):
+    """Its state is a dict that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"seen": [0]}
+
+    def get_extra_state(self) -> Any:
+        return self.counts
+
+    def set_extra_state(self, state: Any) -> None:
+        self.counts = state
+
+
+def save_what_is_no_tensor(folder: str) -> list[Any]:
+    found = []
+    for name in ("model.pt", "model/"):
+        model = Counter()
+        with pytest.MonkeyPatch.context() as patch:
+            held: list[Any] = []
+            patch.setattr(saving, "start_save", lambda what, write, held=held: held.append(write))
+            bmt_core.save(model, f"{folder}/{name}", non_blocking=True)
+        model.counts["seen"][0] = 7
+        for write in held:
+            write()
+        bmt_core.synchronize()
+        bmt_core.load(model, f"{folder}/{name}")
+        found.append(model.counts)
+    return found
+
+
+def test_extra_state_is_saved_as_it_was_at_the_call(tmp_path: Path) -> None:
+    assert run_ranks(save_what_is_no_tensor, 2, str(tmp_path)) == [[{"seen": [0]}] * 2] * 2
+
+
 def addresses() -> set[int]:
     return {tensor.data_ptr() for tensors in _memory.values() for tensor in tensors}
 

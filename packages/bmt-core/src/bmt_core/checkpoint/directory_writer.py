@@ -24,7 +24,7 @@ from bmt_core.checkpoint.directory_reader import INDEX_FILE, MANIFEST, SINGLE_FI
 from bmt_core.checkpoint.format import Index, TensorEntry
 from bmt_core.checkpoint.range_writer import RangeWriter
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
-from bmt_core.checkpoint.safetensors_layout import FileLayout, file_summary
+from bmt_core.checkpoint.safetensors_layout import FileLayout, check_entries, file_summary
 from bmt_core.checkpoint.whole_state import OwnPart, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
@@ -43,14 +43,13 @@ class DirectorySave:
     """The tensors of ``state`` on their way into ``folder``."""
 
     def __init__(self, folder: Path, state: WholeState, what: str) -> None:
-        """Decide, on rank 0, where in which file each tensor will be. Communicates nothing, and may fail on rank 0."""
+        """On rank 0, make sure that ``folder`` is there and can hold the tensors. Communicates nothing, and may fail on rank 0."""
         self._folder, self._state, self._what = folder, state, what
         self._layouts: list[FileLayout] = []  # of the files, on rank 0, which makes them
-        self._names: list[str] = []
         self._unfinished: list[Path] = []  # what rank 0 has made and no index names
         if world_group().rank == 0:
-            self._layouts = [FileLayout(part) for part in _divided(state.index, min(world_group().size, _MOST_FILES))]
-            self._names = _free_names(folder, len(self._layouts))
+            check_entries(state.index)
+            self._present = _make_folder(folder)
 
     def parts(self) -> list[OwnPart]:
         """Return what this rank writes, as it will be when it is read. Communicates nothing."""
@@ -83,6 +82,8 @@ class DirectorySave:
 
     def _make_files(self) -> _Plan:
         """Make files of the right size, which hold nothing yet. Return what all ranks need to know of them. On rank 0."""
+        self._layouts = [FileLayout(part) for part in _divided(self._state.index, min(world_group().size, _MOST_FILES))]
+        self._names = _free_names(self._present, len(self._layouts))
         # Random digits: files of that name are those of this save, and on a disk that all ranks share.
         self._ending = f".{secrets.token_hex(8)}.tmp"
         for name, layout in zip(self._names, self._layouts, strict=True):
@@ -177,14 +178,17 @@ def _divided(index: Index, count: int) -> list[Index]:
     ]
 
 
-def _free_names(folder: Path, count: int) -> list[str]:
-    """Make ``folder`` if need be, and return names of ``count`` files that begin with the first of ``model``, ``model-2``, ...
-    with which no file in it is called."""
+def _make_folder(folder: Path) -> set[str]:
+    """Make ``folder`` if need be, and return the names in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        present = {path.name for path in folder.iterdir()}
+        return {path.name for path in folder.iterdir()}
     except OSError as error:
         raise CheckpointError(cannot_write(folder, error)) from error
+
+
+def _free_names(present: set[str], count: int) -> list[str]:
+    """Return names of ``count`` files that begin with the first of ``model``, ``model-2``, ... with which none is present."""
     number = 1
     while True:
         stem = "model" if number == 1 else f"model-{number}"

@@ -54,7 +54,7 @@ def save(
         join_last_save()
         if group.rank == 0:
             chosen, results.own = _choose(target, str(file_name).endswith("/") or target.is_dir(), format)
-        local = LocalState.of_model(model)
+        local = LocalState.of_model(model, is_snapshot=non_blocking)
     state = WholeState(local, what)
     if results.of_ranks[0]:
         _save_directory(state, target, what, non_blocking)

@@ -86,7 +86,7 @@ def save_checkpoint(
         with collective_section(world_group(), what):
             join_last_save()
             stack.enter_context(_removed_on_failure(temporary))  # to which nobody else writes now
-            local_states = {MODEL: LocalState.of_model(model)}
+            local_states = {MODEL: LocalState.of_model(model, is_snapshot=non_blocking)}
             if world_group().rank == 0:
                 make_empty(temporary)
         training, of_optimizer = _training_state(temporary, model, manager, step, extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -53,14 +54,17 @@ class LocalState:
         self.values = values
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> LocalState:
-        """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored."""
+    def of_model(cls, model: nn.Module, *, is_snapshot: bool = False) -> LocalState:
+        """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored.
+
+        With ``is_snapshot`` what is no tensor is copied, because the program may change it before it is written.
+        """
         state = _state_with_parameters(model)
         first_names: dict[Any, str] = {}
         entries: dict[str, Any] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
-                entries[name] = value
+                entries[name] = copy.deepcopy(value) if is_snapshot else value
                 continue
             _check_storable(name, value)
             source = first_names.setdefault(_tie_key(value), name)
