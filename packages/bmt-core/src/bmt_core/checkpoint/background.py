@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, CheckpointError
 from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
+
+T = TypeVar("T")
 
 
 class _Save:
@@ -45,12 +49,32 @@ def start_save(what: str, write: Callable[[], None]) -> None:
     save.thread.start()
 
 
+def tried(make: Callable[[], T]) -> Callable[[], T]:
+    """Call ``make`` now, and return a function that returns its result or raises its error.
+
+    For what the program does for the thread: where it fails on one rank, the ranks learn of it on their threads, and none waits now.
+    """
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+
+        def fail() -> NoReturn:
+            raise failure
+
+        return fail
+    return lambda: made
+
+
 def group_of_writers() -> Group:
     """Return a group of all ranks for the thread of :func:`start_save`, beside what the program communicates.
 
-    Let the program use it once before, which connects it, so that ranks do so in the program's order.
+    The first call is collective: it connects the group, so that ranks do so in the program's order.
     """
-    return current().topology.twin(world_group(), BESIDE_THE_PROGRAM) if is_initialized() else world_group()
+    if not is_initialized():
+        return world_group()
+    group = current().topology.twin(world_group(), BESIDE_THE_PROGRAM)
+    return group.connected() if isinstance(group, LazyGroup) else group
 
 
 def wait_for_saves() -> None:

@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,7 @@ from bmt_core.checkpoint.directory_reader import INDEX_FILE, MANIFEST, SINGLE_FI
 from bmt_core.checkpoint.format import Index, TensorEntry
 from bmt_core.checkpoint.range_writer import RangeWriter
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
-from bmt_core.checkpoint.safetensors_layout import FileLayout, check_entries, file_summary
+from bmt_core.checkpoint.safetensors_layout import FileLayout, file_summary
 from bmt_core.checkpoint.whole_state import OwnPart, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
@@ -43,31 +43,29 @@ class DirectorySave:
     """The tensors of ``state`` on their way into ``folder``."""
 
     def __init__(self, folder: Path, state: WholeState, what: str) -> None:
-        """On rank 0, make sure that ``folder`` is there and can hold the tensors. Communicates nothing, and may fail on rank 0."""
         self._folder, self._state, self._what = folder, state, what
         self._layouts: list[FileLayout] = []  # of the files, on rank 0, which makes them
         self._unfinished: list[Path] = []  # what rank 0 has made and no index names
-        if world_group().rank == 0:
-            check_entries(state.index)
-            self._present = _make_folder(folder)
 
     def parts(self) -> list[OwnPart]:
         """Return what this rank writes, as it will be when it is read. Communicates nothing."""
         return self._state.own_parts()
 
-    def write(self, parts: Sequence[OwnPart], group: Group) -> None:
-        """Write ``parts``, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
+    def write(self, parts: Callable[[], Sequence[OwnPart]], group: Group) -> None:
+        """Write what ``parts()`` returns, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
 
-        With a :func:`snapshot` of the parts and a group of its own it may run on a thread. If it fails, the directory is as it was.
+        With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails, the directory is as it was.
         """
         try:
             plan = None
             with collective_section(group, self._what):
+                own = parts()
+            with collective_section(group, self._what):  # when all ranks have their parts: no file takes time from their copies
                 if group.rank == 0:
                     plan = self._make_files()
             self._names, self._ending, self._places = broadcast_object(plan, group)
             with collective_section(group, self._what):
-                added = self._write_own(parts, group)
+                added = self._write_own(own, group)
             sums = all_gather_object(added, group)
             with collective_section(group, self._what):
                 if group.rank == 0:
@@ -83,7 +81,7 @@ class DirectorySave:
     def _make_files(self) -> _Plan:
         """Make files of the right size, which hold nothing yet. Return what all ranks need to know of them. On rank 0."""
         self._layouts = [FileLayout(part) for part in _divided(self._state.index, min(world_group().size, _MOST_FILES))]
-        self._names = _free_names(self._present, len(self._layouts))
+        self._names = _free_names(self._folder, len(self._layouts))
         # Random digits: files of that name are those of this save, and on a disk that all ranks share.
         self._ending = f".{secrets.token_hex(8)}.tmp"
         for name, layout in zip(self._names, self._layouts, strict=True):
@@ -178,17 +176,14 @@ def _divided(index: Index, count: int) -> list[Index]:
     ]
 
 
-def _make_folder(folder: Path) -> set[str]:
-    """Make ``folder`` if need be, and return the names in it."""
+def _free_names(folder: Path, count: int) -> list[str]:
+    """Make ``folder`` if need be, and return names of ``count`` files that begin with the first of ``model``, ``model-2``, ...
+    with which no file in it is called."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return {path.name for path in folder.iterdir()}
+        present = {path.name for path in folder.iterdir()}
     except OSError as error:
         raise CheckpointError(cannot_write(folder, error)) from error
-
-
-def _free_names(present: set[str], count: int) -> list[str]:
-    """Return names of ``count`` files that begin with the first of ``model``, ``model-2``, ... with which none is present."""
     number = 1
     while True:
         stem = "model" if number == 1 else f"model-{number}"

@@ -60,7 +60,7 @@ class FileLayout:
         self._tensors: dict[str, Any] = {}
         self._ends: dict[str, tuple[int, int]] = {}
         end = 0
-        check_entries(index)
+        check_entries(index.entries)
         for name, entry in sorted(own.items(), key=lambda item: -item[1].dtype.itemsize):
             start, end = end, end + entry.shape.numel() * entry.dtype.itemsize
             self._tensors[name] = {
@@ -127,9 +127,9 @@ def file_summary(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "header_crc32": f"{zlib.crc32(read_header(path)):08x}"}
 
 
-def check_entries(index: Index) -> None:
-    """Raise :class:`CheckpointError` for a tensor that a safetensors file cannot hold."""
-    for name, entry in index.entries.items():
+def check_entries(entries: Mapping[str, Any]) -> None:
+    """Raise :class:`CheckpointError` for a tensor among the entries of an index that a safetensors file cannot hold."""
+    for name, entry in entries.items():
         if isinstance(entry, TensorEntry) and entry.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{name} is of {entry.dtype}, which safetensors files cannot hold. Save in the torch format (.pt)."

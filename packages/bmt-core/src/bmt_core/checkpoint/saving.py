@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing, replacing_directory
-from bmt_core.checkpoint.background import group_of_writers, join_last_save, start_save
+from bmt_core.checkpoint.background import group_of_writers, join_last_save, start_save, tried
 from bmt_core.checkpoint.choice import FormatChoice, choose_directory_format, choose_format
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
+from bmt_core.checkpoint.safetensors_layout import check_entries
 from bmt_core.checkpoint.snapshot import snapshot
 from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
@@ -49,14 +50,15 @@ def save(
     """
     target = Path(file_name)
     what = f"saving {target}"
-    group, chosen = world_group(), None
+    group = world_group()
     with collective_section(group, what) as results:
         join_last_save()
-        if group.rank == 0:
-            chosen, results.own = _choose(target, str(file_name).endswith("/") or target.is_dir(), format)
+        chosen, results.own = _choose(target, str(file_name).endswith("/") or target.is_dir(), format)
         local = LocalState.of_model(model, is_snapshot=non_blocking)
+        if results.own:
+            check_entries(local.entries)
     state = WholeState(local, what)
-    if results.of_ranks[0]:
+    if results.of_ranks[0]:  # on a disk that they do not share, ranks may see different things
         _save_directory(state, target, what, non_blocking)
     else:
         _save_file(state, target, what, chosen, non_blocking)
@@ -74,16 +76,15 @@ def _choose(target: Path, is_directory: bool, choice: FormatChoice) -> tuple[Che
     return chosen, is_directory
 
 
-def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFormat | None, non_blocking: bool) -> None:
-    """Write on rank 0, which has ``chosen`` the format."""
+def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFormat, non_blocking: bool) -> None:
     group = world_group()
     with collective_section(group, what):
         index, tensors = state.index, state.tensors(keep=group.rank == 0)
         try:
-            if chosen is not None and non_blocking:
+            if group.rank == 0 and non_blocking:
                 copies = list(tensors)
                 start_save(what, lambda: write_checkpoint(target, chosen, index, copies))
-            elif chosen is not None:
+            elif group.rank == 0:
                 write_checkpoint(target, chosen, index, tensors)
         finally:
             # Gathers are collective: other ranks than 0, and a rank 0 whose disk is full, make them all too.
@@ -91,14 +92,12 @@ def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFor
 
 
 def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
-    group = group_of_writers() if non_blocking else world_group()
-    with collective_section(group, what):
-        save = DirectorySave(target, state, what)
-        (parts,) = snapshot(save.parts()) if non_blocking else (save.parts(),)
+    save = DirectorySave(target, state, what)
     if non_blocking:
-        start_save(what, lambda: save.write(parts, group))
+        group, copies = group_of_writers(), tried(lambda: snapshot(save.parts()))
+        start_save(what, lambda: save.write(lambda: copies()[0], group))
     else:
-        save.write(parts, group)
+        save.write(save.parts, world_group())
 
 
 def write_checkpoint(

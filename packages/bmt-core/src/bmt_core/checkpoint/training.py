@@ -11,7 +11,7 @@ import copy
 import os
 import shutil
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
-from bmt_core.checkpoint.background import finish_last_save, group_of_writers, join_last_save, start_save
+from bmt_core.checkpoint.background import finish_last_save, group_of_writers, join_last_save, start_save, tried
 from bmt_core.checkpoint.directory_reader import INDEX_FILE
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.loading import prepared_load
 from bmt_core.checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
 from bmt_core.checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
+from bmt_core.checkpoint.safetensors_layout import check_entries
 from bmt_core.checkpoint.snapshot import snapshot
 from bmt_core.checkpoint.state_tensors import parts_in, with_references
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes, write_torch_file
@@ -40,7 +41,7 @@ from bmt_core.checkpoint.training_folder import (
     read_training,
     unfinished_after,
 )
-from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
+from bmt_core.checkpoint.whole_state import LocalState, OwnPart, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
@@ -87,6 +88,7 @@ def save_checkpoint(
             join_last_save()
             stack.enter_context(_removed_on_failure(temporary))  # to which nobody else writes now
             local_states = {MODEL: LocalState.of_model(model, is_snapshot=non_blocking)}
+            check_entries(local_states[MODEL].entries)
             if world_group().rank == 0:
                 make_empty(temporary)
         training, of_optimizer = _training_state(temporary, model, manager, step, extra)
@@ -94,27 +96,25 @@ def save_checkpoint(
             local_states[OPTIMIZER] = of_optimizer
         states = {name: WholeState(local, what) for name, local in local_states.items()}
         group = group_of_writers() if non_blocking else world_group()
-        with collective_section(group, what):
-            saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
-            written = [save.parts() for save in saves]
-            if non_blocking:
-                training = copy.deepcopy(training)  # the program goes on and changes what it gave
-                written = snapshot(*written)
+    saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
 
-    def write() -> None:
+    def write(content: Callable[[], tuple[dict[str, Any], Sequence[Sequence[OwnPart]]]]) -> None:
         with _removed_on_failure(temporary):
-            for save, parts in zip(saves, written, strict=True):
-                save.write(parts, group)
+            for number, save in enumerate(saves):
+                save.write(lambda number=number: content()[1][number], group)  # type: ignore[misc]
             with collective_section(group, what):
                 if group.rank == 0:
+                    training, _ = content()
                     training["files"].update(_index_checksums(temporary))
                     _write(temporary / TRAINING, training)
                     publish(temporary, final, keep)
 
     if non_blocking:
-        start_save(what, write)
+        # The program goes on and changes what it gave.
+        copies = tried(lambda: (copy.deepcopy(training), snapshot(*(save.parts() for save in saves))))
+        start_save(what, lambda: write(copies))
     else:
-        write()
+        write(lambda: (training, [save.parts() for save in saves]))
     return final
 
 
@@ -173,6 +173,7 @@ def _training_state(
             _write(path, manager.state_dict())
             files = {path.name: file_checksum(path)}
         parts = LocalState.of_parts(parts_in(state))
+        check_entries(parts.entries)
         results.own = files, bool(parts.values), random_states(), own_place()
     files_of_ranks, has_parts, random, places = zip(*results.of_ranks, strict=True)
     training = {

@@ -62,6 +62,7 @@ class LocalState:
         state = _state_with_parameters(model)
         first_names: dict[Any, str] = {}
         entries: dict[str, Any] = {}
+        values: dict[str, Value] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 entries[name] = copy.deepcopy(value) if is_snapshot else value
@@ -69,7 +70,7 @@ class LocalState:
             _check_storable(name, value)
             source = first_names.setdefault(_tie_key(value), name)
             entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
-        values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            values[name] = value
         return cls(entries, getattr(state, "_metadata", {}), values)
 
     @classmethod
