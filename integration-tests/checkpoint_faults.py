@@ -167,7 +167,9 @@ def fork_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
         if pid == 0:
             code = FAILED
             try:
-                os.environ.update({name: str(value) for name, value in {**run, "RANK": rank, "LOCAL_RANK": rank}.items()})
+                os.environ.update(
+                    {name: str(value) for name, value in {**run, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                )
                 code = _run_rank(work, rank, folder)
             finally:
                 os._exit(code)

@@ -3,8 +3,8 @@
 torch.save and torch.load: rank 0 alone, of the plain model. DCP: ``torch.distributed.checkpoint`` of the same model under
 FSDP2. bmt: a directory, of the same model in Blocks. All three have their files on the disk when a save ends; torch.save is given
 an ``fsync`` for it. Every save makes new files, as those of a training do; what the case saved before is deleted first, which does
-not count. Cases take turns; figures are the seconds of the slowest rank, medians over rounds. Each round makes the three models
-again, one after the other, so that one is in memory at a time.
+not count. Figures are the seconds of the slowest rank, medians over rounds. One of the three models is in memory at a time, and
+its cases take turns. Python's garbage is collected before each case.
 
 The pause is what ``bmt.save(non_blocking=True)`` takes until it returns. The copy is what it would take at least: each rank copies
 the same parts of the same tensors, all ranks at the same time. The first round copies to memory that was never used, as the first
@@ -55,7 +55,8 @@ class Row:
     @property
     def median(self) -> float:
         """The median over rounds; of the pause and the copy, over those after the first."""
-        return statistics.median(self.seconds[1:] if self.case in (_PAUSE, _COPY) and self.seconds[1:] else self.seconds)
+        later = self.seconds[1:] if self.case in (_PAUSE, _COPY) else []
+        return statistics.median(later or self.seconds)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,9 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     bmt_core.init_distributed(device="cpu")
     try:
-        bench, differing = _Bench(options.folder, options.layers, options.width), 0
-        for _ in range(options.rounds):
-            differing += bench.measure_round()
+        bench = _Bench(options.folder, options.layers, options.width, options.rounds)
+        differing = bench.measure_blocks()
+        bench.measure_fsdp()
+        bench.measure_plain()
         if current().rank == 0:
             rows = list(bench.rows.values())
             print(_table(bench.rows), f"{differing} tensors differ", sep="\n", flush=True)
@@ -92,40 +94,37 @@ def _parser() -> argparse.ArgumentParser:
 class _Bench:
     """What is measured of the model in its three forms."""
 
-    def __init__(self, folder: Path, layers: int, width: int) -> None:
+    def __init__(self, folder: Path, layers: int, width: int, rounds: int) -> None:
         self._folder = folder / "bench-state"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._layers = partial(_layers, layers, width)
+        self._rounds = rounds
         self._bytes = 4 * sum(p.numel() for p in next(_layers(1, width)).parameters()) * layers
         self._copies: list[torch.Tensor] = []
         # The host of a virtual machine, too, hands out memory when it is first touched. That belongs to no case.
         torch.ones(3 * self._bytes // current().world.size, dtype=torch.uint8)
         self.rows: dict[str, Row] = {}
 
-    def measure_round(self) -> int:
-        """Measure each case once. Return how many tensors of the model that bmt has loaded are wrong, on rank 0. Collective."""
-        differing = self._measure_blocks()
-        self._measure_fsdp()
-        self._measure_plain()
-        return differing
-
-    def _measure_blocks(self) -> int:
+    def measure_blocks(self) -> int:
+        """Return how many tensors of the model that bmt has loaded are wrong. Collective, as the others are."""
         model = nn.ModuleList(Block(layer) for layer in self._layers())
         target = f"{self._saved(_BMT)}/"
-        self._measure(_BMT, lambda: save(model, target))
-        with torch.no_grad():
-            for p in model.parameters():
-                p.zero_()
-        self._measure("bmt load", lambda: load(model, target))
-        self._measure(_PAUSE, lambda: save(model, f"{self._saved(_PAUSE)}/", True))
-        self._measure(_COPY, lambda: self._copy(list(model.parameters())))
+        for _ in range(self._rounds):
+            self._measure(_BMT, lambda: save(model, target))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            self._measure("bmt load", lambda: load(model, target))
+            self._measure(_PAUSE, lambda: save(model, f"{self._saved(_PAUSE)}/", True))
+            self._measure(_COPY, lambda: self._copy(list(model.parameters())))
         differing = 0
         for layer, block in zip(self._layers(), model, strict=True):
             loaded = block.state_dict()
             differing += sum(not torch.equal(loaded[name], value) for name, value in layer.state_dict().items())
+        self._copies.clear()
         return differing
 
-    def _measure_fsdp(self) -> None:
+    def measure_fsdp(self) -> None:
         model, mesh, folder = nn.ModuleList(), init_device_mesh("cpu", (current().world.size,)), self._saved(_DCP)
         for layer in self._layers():
             fully_shard(layer, mesh=mesh)
@@ -136,24 +135,27 @@ class _Bench:
             dcp.load(state, checkpoint_id=folder)
             model.load_state_dict(state)
 
-        self._measure(_DCP, lambda: dcp.save(model.state_dict(), checkpoint_id=folder))
-        self._measure("DCP load", load_state)
+        for _ in range(self._rounds):
+            self._measure(_DCP, lambda: dcp.save(model.state_dict(), checkpoint_id=folder))
+            self._measure("DCP load", load_state)
 
-    def _measure_plain(self) -> None:
-        if current().rank > 0:
-            self._measure(_TORCH, lambda: None)
-            self._measure("torch.load", lambda: None)
-            return
-        model, path = nn.ModuleList(self._layers()), self._saved(_TORCH)
+    def measure_plain(self) -> None:
+        model, path = nn.ModuleList(self._layers() if current().rank == 0 else ()), self._saved(_TORCH)
 
         def save_file() -> None:
-            with path.open("wb") as file:
-                torch.save(model.state_dict(), file)
-                file.flush()
-                os.fsync(file.fileno())
+            if current().rank == 0:
+                with path.open("wb") as file:
+                    torch.save(model.state_dict(), file)
+                    file.flush()
+                    os.fsync(file.fileno())
 
-        self._measure(_TORCH, save_file)
-        self._measure("torch.load", lambda: model.load_state_dict(torch.load(path, weights_only=True)))
+        def load_file() -> None:
+            if current().rank == 0:
+                model.load_state_dict(torch.load(path, weights_only=True))
+
+        for _ in range(self._rounds):
+            self._measure(_TORCH, save_file)
+            self._measure("torch.load", load_file)
 
     def _copy(self, parameters: list[nn.Parameter]) -> None:
         """Copy this rank's parts of ``parameters``."""
@@ -182,11 +184,17 @@ class _Bench:
 
 
 def _layers(count: int, width: int) -> Iterator[nn.Module]:
-    """Yield matrices of the shapes of transformer layers, one layer after the other, with the same values on every rank."""
-    torch.manual_seed(0)
-    sizes = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
+    """Yield matrices of the shapes of transformer layers, one layer after the other, with the same values on every rank.
+
+    They count up from the number of the tensor, which takes less time than to draw them.
+    """
+    sizes, number = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)), 0
     for _ in range(count):
-        yield nn.Sequential(*(nn.Linear(*size) for size in sizes))
+        layer = nn.Sequential(*(nn.Linear(*size, device="meta") for size in sizes)).to_empty(device="cpu")
+        for p in layer.parameters():
+            torch.arange(number, number + p.numel(), out=p.detach().view(-1))
+            number += 1
+        yield layer
 
 
 def _table(rows: Mapping[str, Row]) -> str:

@@ -1,4 +1,4 @@
-"""The snapshot of a save in the background: its memory, what ranks tell each other while the program waits, and errors then."""
+"""The snapshot of a save in the background: its memory, what ranks tell each other while the program waits, and its errors."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_who_interrupts_the_wait_for_a_save_waits_for_it_before_the_next(monkeyp
         patch.setattr(thread, "join", interrupted)
         background.join_last_save()
     may_end.set()
-    with pytest.raises(CheckpointError, match="In the background, saving model.pt failed: IndexError: an error of a format"):
+    with pytest.raises(CheckpointError, match=r"In the background, saving model.pt failed: IndexError: an error"):
         background.join_last_save()
     assert not thread.is_alive()
     background.join_last_save()  # told once

@@ -52,7 +52,7 @@ def start_save(what: str, write: Callable[[], None]) -> None:
 def tried(make: Callable[[], T]) -> Callable[[], T]:
     """Call ``make`` now, and return a function that returns its result or raises its error.
 
-    For what the program does for the thread: where it fails on one rank, the ranks learn of it on their threads, and none waits now.
+    For what the program does for its thread: where that fails on one rank, the threads of all learn of it, and no rank waits now.
     """
     try:
         made = make()
@@ -99,5 +99,7 @@ def join_last_save() -> None:
     if is_initialized() and finished.thread.join in current().at_shutdown:
         current().at_shutdown.remove(finished.thread.join)
     if (error := finished.error) is not None:
-        kind, cause = (type(error), "") if isinstance(error, BmtError) else (CheckpointError, f"{type(error).__name__}: ")
-        raise kind(f"In the background, {finished.what} failed: {cause}{error}") from error
+        is_ours = isinstance(error, BmtError)
+        cause = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        kind = type(error) if is_ours else CheckpointError
+        raise kind(f"In the background, {finished.what} failed: {cause}") from error

@@ -60,7 +60,8 @@ class DirectorySave:
             plan = None
             with collective_section(group, self._what):
                 own = parts()
-            with collective_section(group, self._what):  # when all ranks have their parts: no file takes time from their copies
+            # Not in one section: a rank that makes files would take time from those that still copy.
+            with collective_section(group, self._what):
                 if group.rank == 0:
                     plan = self._make_files()
             self._names, self._ending, self._places = broadcast_object(plan, group)
