@@ -137,7 +137,7 @@ def test_the_pause_has_one_exchange_and_what_cannot_be_saved_is_an_error_on_ever
     for dtype, memory in run_ranks(fail_in_the_pause, 2, folder, timeout=30):
         assert "torch.complex128, which safetensors files cannot hold" in dtype
         assert "In the background, saving" in memory and "no memory for 5 bytes" in memory
-    assert list((tmp_path / "model").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_who_interrupts_the_wait_for_a_save_waits_for_it_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
