@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
+import itertools
 import json
 import os
 import pickle
@@ -24,15 +26,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 import bmt_core
 from bmt_core.checkpoint import latest, load_checkpoint, save_checkpoint, wait_for_saves
 from bmt_core.errors import BmtError, CheckpointError
+from bmt_core.testing.pool import serve_store
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_zero import BMTrainModelWrapper
 
@@ -134,35 +139,54 @@ def check_newest(folder: Path, expected: set[int]) -> tuple[int, str | None]:
 
 # ---- ranks ----
 
+_runs = itertools.count()
+
+
+@functools.cache
+def _store() -> TCPStore:
+    return serve_store(timedelta(seconds=PATIENCE))
+
 
 def fork_ranks(work: Callable[[int], None], folder: Path) -> list[int]:
-    """Run ``work(rank)`` as each of several ranks, forked from this process; return their process numbers."""
-    store = folder / f"store-{time.monotonic_ns()}"
+    """Run ``work(rank)`` as each of several ranks, forked from this process; return their process numbers.
+
+    What they raise is left in ``folder``. They find each other by a store that this process serves, as a launcher's does. In a file
+    they would meet the limits of :func:`full_disks` too: a group that connects writes to it.
+    """
+    run = {
+        "WORLD_SIZE": RANKS,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": _store().port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": next(_runs),
+    }
     pids = []
     for rank in range(RANKS):
         pid = os.fork()
         if pid == 0:
             code = FAILED
             try:
-                code = _run_rank(work, rank, store)
+                os.environ.update(
+                    {name: str(value) for name, value in {**run, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                )
+                code = _run_rank(work, rank, folder)
             finally:
                 os._exit(code)
         pids.append(pid)
     return pids
 
 
-def _run_rank(work: Callable[[int], None], rank: int, store: Path) -> int:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-    os.environ.update({name: str(value) for name, value in names.items()})
+def _run_rank(work: Callable[[int], None], rank: int, folder: Path) -> int:
     code = DONE
     try:
-        bmt_core.init_distributed(f"file://{store}", device="cpu", timeout=TIMEOUT, gradients="mean")
+        bmt_core.init_distributed(device="cpu", timeout=TIMEOUT, gradients="mean")
         work(rank)
     except BmtError as error:
-        (store.parent / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
         code = REFUSED
     except BaseException:
-        (store.parent / f"error-{rank}").write_text(traceback.format_exc())
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
         code = FAILED
     bmt_core.shutdown()
     return code
@@ -298,8 +322,6 @@ def read_only_directory(folder: Path, count: int, draw: random.Random) -> Outcom
 
     def work(rank: int) -> None:
         if os.geteuid() == 0:  # who may write everywhere
-            for store in folder.glob("store-*"):  # in which the ranks go on finding each other
-                store.chmod(0o666)
             bmt_core.synchronize()
             os.setegid(65534)
             os.seteuid(65534)

@@ -67,6 +67,6 @@ def test_save_state_dict_print_and_forward_on_one_rank_name_what_each_rank_does(
             assert text.startswith(("Ranks have entered different calls: ", "Ranks wait for each other in different "))
             assert "rank 0" in text and "rank 1" in text, (rank, text)
             assert "head.weight" in text or "layers.0.weight" in text, (rank, text)
-        assert f"at the end of a checkpoint in the background, before saving {tmp_path}/model.pt" in said["save"]
+        assert f"at the end of saving {tmp_path}/model.pt" in said["save"]
         assert "for layers.0.weight of shape (4, 4)" in said["state_dict"]
         assert "for head.weight of shape (3, 4)" in said["print"]

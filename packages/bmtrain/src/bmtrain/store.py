@@ -71,7 +71,9 @@ def _save_to(is_wanted: bool, model: nn.Module, destination: dict[str, Any] | No
     """Put the state of ``model`` into ``destination`` on the ranks that pass ``is_wanted`` true. Collective."""
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group, what = world_group(), "saving to the memory of ranks"
-    state = WholeState(lambda: LocalState.of_model(model), what)
+    with collective_section(group, what):
+        local = LocalState.of_model(model)
+    state = WholeState(local, what)
     with collective_section(group, what):
         by_name = dict(state.tensors(keep=group.rank == 0))
     if any(all_gather_object(is_wanted, group)[1:]):

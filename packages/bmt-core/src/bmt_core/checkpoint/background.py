@@ -5,19 +5,24 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.call_check import BESIDE_THE_PROGRAM
 from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import Group
+from bmt_core.errors import BmtError, CheckpointError
 from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
+
+T = TypeVar("T")
 
 
 class _Save:
     def __init__(self, what: str, write: Callable[[], None]) -> None:
         self.error: Exception | None = None
-        self._what = what
+        self.what = what
         self._write = write
         # Not a daemon: a program that ends meanwhile waits for its last checkpoint.
         self.thread = threading.Thread(target=self._run, name=f"bmt {what}")
@@ -28,7 +33,7 @@ class _Save:
         except Exception as error:
             self.error = error
             # Printed too, because the program may make no further call that would raise it.
-            print(f"bmt: {self._what} failed: {error}", file=sys.stderr, flush=True)
+            print(f"bmt: {self.what} failed: {error}", file=sys.stderr, flush=True)
 
 
 _under_way: _Save | None = None
@@ -44,12 +49,32 @@ def start_save(what: str, write: Callable[[], None]) -> None:
     save.thread.start()
 
 
+def tried(make: Callable[[], T]) -> Callable[[], T]:
+    """Call ``make`` now, and return a function that returns its result or raises its error.
+
+    For what the program does for its thread: where that fails on one rank, the threads of all learn of it, and no rank waits now.
+    """
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+
+        def fail() -> NoReturn:
+            raise failure
+
+        return fail
+    return lambda: made
+
+
 def group_of_writers() -> Group:
     """Return a group of all ranks for the thread of :func:`start_save`, beside what the program communicates.
 
-    Let the program use it once before, which connects it, so that ranks do so in the program's order.
+    The first call is collective: it connects the group, so that ranks do so in the program's order.
     """
-    return current().topology.twin(world_group(), BESIDE_THE_PROGRAM) if is_initialized() else world_group()
+    if not is_initialized():
+        return world_group()
+    group = current().topology.twin(world_group(), BESIDE_THE_PROGRAM)
+    return group.connected() if isinstance(group, LazyGroup) else group
 
 
 def wait_for_saves() -> None:
@@ -58,15 +83,23 @@ def wait_for_saves() -> None:
 
 
 def finish_last_save(before: str) -> None:
-    """Do the same as :func:`wait_for_saves`, ``before`` a call such as "saving model.pt", which errors then name."""
-    global _under_way
+    """Do the same as :func:`wait_for_saves`, ``before`` a call such as "loading model.pt", which errors then name."""
     what = f"a checkpoint in the background, before {before}" if before else "a checkpoint in the background"
-    finished, _under_way = _under_way, None
     with off_meta_device(), collective_section(world_group(), what):
-        if finished is None:
-            return
-        finished.thread.join()
-        if is_initialized() and finished.thread.join in current().at_shutdown:
-            current().at_shutdown.remove(finished.thread.join)
-        if finished.error is not None:
-            raise finished.error
+        join_last_save()
+
+
+def join_last_save() -> None:
+    """Wait for this rank's thread, and raise its error. Communicates nothing: call it in a collective section."""
+    global _under_way
+    if (finished := _under_way) is None:
+        return
+    finished.thread.join()
+    _under_way = None  # not before: who interrupts the wait and saves again must wait again
+    if is_initialized() and finished.thread.join in current().at_shutdown:
+        current().at_shutdown.remove(finished.thread.join)
+    if (error := finished.error) is not None:
+        is_ours = isinstance(error, BmtError)
+        cause = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        kind = type(error) if is_ours else CheckpointError
+        raise kind(f"In the background, {finished.what} failed: {cause}") from error

@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
@@ -35,49 +35,38 @@ _SHARD = re.compile(
     r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors|\.model-(\d+-)?\d{5}-of-\d{5}\.safetensors(\.[0-9a-f]+)?\.tmp"
 )
 _MOST_FILES = 64  # each is opened by all ranks that have a part of its tensors
+_Plan = tuple[list[str], str, dict[str, tuple[int, int]]]
+"""The names of the files, what their temporary names end in, and of each tensor the number of its file and the byte there."""
 
 
 class DirectorySave:
     """The tensors of ``state`` on their way into ``folder``."""
 
     def __init__(self, folder: Path, state: WholeState, what: str) -> None:
-        """Decide where in which file each tensor will be. Collective."""
         self._folder, self._state, self._what = folder, state, what
         self._layouts: list[FileLayout] = []  # of the files, on rank 0, which makes them
         self._unfinished: list[Path] = []  # what rank 0 has made and no index names
-        group = world_group()
-        plan = None
-        with collective_section(group, what):
-            if group.rank == 0:
-                self._layouts = [FileLayout(part) for part in _divided(state.index, min(group.size, _MOST_FILES))]
-                places = {
-                    name: (number, layout.place_of(name))
-                    for number, layout in enumerate(self._layouts)
-                    for name in layout.names
-                }
-                # Random digits: files of that name are those of this save, and on a disk that all ranks share.
-                plan = _free_names(folder, len(self._layouts)), f".{secrets.token_hex(8)}.tmp", places
-        self._names, self._ending, self._places = broadcast_object(plan, group)
 
     def parts(self) -> list[OwnPart]:
         """Return what this rank writes, as it will be when it is read. Communicates nothing."""
         return self._state.own_parts()
 
-    def snapshot(self) -> list[OwnPart]:
-        """Return copies of what this rank writes, as it is now. Communicates nothing."""
-        return self._state.snapshot()
+    def write(self, parts: Callable[[], Sequence[OwnPart]], group: Group) -> None:
+        """Write what ``parts()`` returns, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
 
-    def write(self, parts: Sequence[OwnPart], group: Group) -> None:
-        """Write ``parts``, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
-
-        With a :meth:`snapshot` and a group of its own it may run on a thread. If it fails, the directory is as it was.
+        With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails, the directory is as it was.
         """
         try:
+            plan = None
+            with collective_section(group, self._what):
+                own = parts()
+            # Not in one section: a rank that makes files would take time from those that still copy.
             with collective_section(group, self._what):
                 if group.rank == 0:
-                    self._make_files()
+                    plan = self._make_files()
+            self._names, self._ending, self._places = broadcast_object(plan, group)
             with collective_section(group, self._what):
-                added = self._write_own(parts, group)
+                added = self._write_own(own, group)
             sums = all_gather_object(added, group)
             with collective_section(group, self._what):
                 if group.rank == 0:
@@ -90,8 +79,12 @@ class DirectorySave:
     def _temporary(self, name: str) -> Path:
         return self._folder / f".{name}{self._ending}"
 
-    def _make_files(self) -> None:
-        """Make files of the right size, which hold nothing yet."""
+    def _make_files(self) -> _Plan:
+        """Make files of the right size, which hold nothing yet. Return what all ranks need to know of them. On rank 0."""
+        self._layouts = [FileLayout(part) for part in _divided(self._state.index, min(world_group().size, _MOST_FILES))]
+        self._names = _free_names(self._folder, len(self._layouts))
+        # Random digits: files of that name are those of this save, and on a disk that all ranks share.
+        self._ending = f".{secrets.token_hex(8)}.tmp"
         for name, layout in zip(self._names, self._layouts, strict=True):
             path = self._temporary(name)
             try:
@@ -100,6 +93,9 @@ class DirectorySave:
                     file.truncate(layout.file_size)
             except OSError as error:
                 raise CheckpointError(cannot_write(self._folder / name, error)) from error
+        layouts = enumerate(self._layouts)
+        places = {name: (number, layout.place_of(name)) for number, layout in layouts for name in layout.names}
+        return self._names, self._ending, places
 
     def _write_own(self, parts: Sequence[OwnPart], group: Group) -> list[int]:
         """Write ``parts``, in the order of the files; return what they add to the checksum of each tensor."""

@@ -60,8 +60,8 @@ class FileLayout:
         self._tensors: dict[str, Any] = {}
         self._ends: dict[str, tuple[int, int]] = {}
         end = 0
+        check_entries(index.entries)
         for name, entry in sorted(own.items(), key=lambda item: -item[1].dtype.itemsize):
-            _check(name, entry)
             start, end = end, end + entry.shape.numel() * entry.dtype.itemsize
             self._tensors[name] = {
                 "dtype": _DTYPES[entry.dtype],
@@ -127,10 +127,12 @@ def file_summary(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "header_crc32": f"{zlib.crc32(read_header(path)):08x}"}
 
 
-def _check(name: str, entry: TensorEntry) -> None:
-    if entry.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"{name} is of {entry.dtype}, which safetensors files cannot hold. Save in the torch format (.pt)."
-        )
-    if name == _METADATA:
-        raise CheckpointError(f"A safetensors file cannot hold a tensor called {name}. Rename it, or save as .pt.")
+def check_entries(entries: Mapping[str, Any]) -> None:
+    """Raise :class:`CheckpointError` for a tensor among the entries of an index that a safetensors file cannot hold."""
+    for name, entry in entries.items():
+        if isinstance(entry, TensorEntry) and entry.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{name} is of {entry.dtype}, which safetensors files cannot hold. Save in the torch format (.pt)."
+            )
+        if isinstance(entry, TensorEntry) and name == _METADATA:
+            raise CheckpointError(f"A safetensors file cannot hold a tensor called {name}. Rename it, or save as .pt.")

@@ -10,21 +10,24 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
-from bmt_core.checkpoint.background import finish_last_save, group_of_writers, start_save
+from bmt_core.checkpoint.background import finish_last_save, group_of_writers, join_last_save, start_save, tried
 from bmt_core.checkpoint.directory_reader import INDEX_FILE
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.loading import prepared_load
 from bmt_core.checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
 from bmt_core.checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
-from bmt_core.checkpoint.state_tensors import TensorPart, parts_in, with_references
+from bmt_core.checkpoint.safetensors_layout import check_entries
+from bmt_core.checkpoint.snapshot import snapshot
+from bmt_core.checkpoint.state_tensors import parts_in, with_references
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes, write_torch_file
 from bmt_core.checkpoint.training_folder import (
     HEAD,
@@ -68,7 +71,8 @@ def save_checkpoint(
     ``keep`` are deleted: it, and those of the highest steps.
 
     With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread writes while training goes
-    on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there.
+    on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there. The memory of the
+    copies, as many bytes as the rank's parts of model and optimizer have, is kept for the next such save until ``shutdown()``.
 
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
@@ -79,37 +83,38 @@ def save_checkpoint(
     final = Path(dir) / f"step-{step}"
     temporary = final.with_name(final.name + UNFINISHED)
     what = f"saving {final}"
-    finish_last_save(what)
-    group = world_group()
-    with collective_section(group, what):
-        if group.rank == 0:
-            make_empty(temporary)
-    with _removed_on_failure(temporary):
-        training, parts = _training_state(temporary, model, manager, step, extra)
-        saves = [DirectorySave(temporary / MODEL, WholeState(lambda: LocalState.of_model(model), what), what)]
-        if parts is not None:
-            saves.append(
-                DirectorySave(temporary / OPTIMIZER, WholeState(lambda: LocalState.of_parts(parts), what), what)
-            )
+    with ExitStack() as stack:
+        with collective_section(world_group(), what):
+            join_last_save()
+            stack.enter_context(_removed_on_failure(temporary))  # to which nobody else writes now
+            local_states = {MODEL: LocalState.of_model(model, is_snapshot=non_blocking)}
+            check_entries(local_states[MODEL].entries)
+            if world_group().rank == 0:
+                make_empty(temporary)
+        training, of_optimizer = _training_state(temporary, model, manager, step, extra)
+        if of_optimizer is not None:
+            local_states[OPTIMIZER] = of_optimizer
+        states = {name: WholeState(local, what) for name, local in local_states.items()}
+        group = group_of_writers() if non_blocking else world_group()
+    saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
 
-        def write(parts: Sequence[Sequence[OwnPart]], group: Group) -> None:
-            with _removed_on_failure(temporary):
-                for save, of_save in zip(saves, parts, strict=True):
-                    save.write(of_save, group)
-                with collective_section(group, what):
-                    if group.rank == 0:
-                        training["files"].update(_index_checksums(temporary))
-                        _write(temporary / TRAINING, training)
-                        publish(temporary, final, keep)
+    def write(content: Callable[[], tuple[dict[str, Any], Sequence[Sequence[OwnPart]]]]) -> None:
+        with _removed_on_failure(temporary):
+            for number, save in enumerate(saves):
+                save.write(lambda number=number: content()[1][number], group)  # type: ignore[misc]
+            with collective_section(group, what):
+                if group.rank == 0:
+                    training, _ = content()
+                    training["files"].update(_index_checksums(temporary))
+                    _write(temporary / TRAINING, training)
+                    publish(temporary, final, keep)
 
-        if not non_blocking:
-            write([save.parts() for save in saves], group)
-            return final
-        writers = group_of_writers()
-        with collective_section(writers, what):
-            copies = [save.snapshot() for save in saves]
-            training = copy.deepcopy(training)  # the program goes on and changes what it gave
-    start_save(what, lambda: write(copies, writers))
+    if non_blocking:
+        # The program goes on and changes what it gave.
+        copies = tried(lambda: (copy.deepcopy(training), snapshot(*(save.parts() for save in saves))))
+        start_save(what, lambda: write(copies))
+    else:
+        write(lambda: (training, [save.parts() for save in saves]))
     return final
 
 
@@ -154,33 +159,34 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
 
 def _training_state(
     folder: Path, model: nn.Module, manager: Any, step: int, extra: Any
-) -> tuple[dict[str, Any], list[TensorPart] | None]:
-    """Return what rank 0 writes to ``training.pt``, and this rank's parts of the optimizer's tensors, if there are any. Collective.
+) -> tuple[dict[str, Any], LocalState | None]:
+    """Return what rank 0 writes to ``training.pt``, and this rank's parts of the optimizer's tensors. Collective.
 
-    A manager whose state belongs to each rank has written it then.
+    These are None if no rank has any. A manager whose state belongs to each rank has written it then.
     """
     group, kind = world_group(), kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
-    own_file = None
-    with collective_section(group, f"saving {folder}"):
-        parts = list(parts_in(state))
+    with collective_section(group, f"saving {folder}") as results:
+        files = {}
         if kind == PER_RANK:
             path = folder / rank_file(group.rank)
             _write(path, manager.state_dict())
-            own_file = path.name, file_checksum(path)
-    files = dict(file for file in all_gather_object(own_file, group) if file is not None)
-    has_parts = any(all_gather_object(bool(parts), group))
+            files = {path.name: file_checksum(path)}
+        parts = LocalState.of_parts(parts_in(state))
+        check_entries(parts.entries)
+        results.own = files, bool(parts.values), random_states(), own_place()
+    files_of_ranks, has_parts, random, places = zip(*results.of_ranks, strict=True)
     training = {
         "step": step,
         "extra": extra,
         "world_size": group.size,
-        "random": all_gather_object(random_states(), group),
-        "places": all_gather_object(own_place(), group),
+        "random": list(random),
+        "places": list(places),
         "optimizer": kind,
         "optimizer_state": with_references(state),
-        "files": files,
+        "files": dict(ChainMap(*files_of_ranks)),
     }
-    return training, parts if has_parts else None
+    return training, parts if any(has_parts) else None
 
 
 def _index_checksums(folder: Path) -> dict[str, str | None]:

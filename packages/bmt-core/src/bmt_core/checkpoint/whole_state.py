@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -35,20 +36,13 @@ class OwnPart:
     """What this rank writes of a tensor: what ``read`` returns. ``ranges`` of the flattened whole say where its elements lie."""
 
     name: str
+    dtype: torch.dtype
     ranges: Sequence[tuple[int, int]]
     read: Callable[[], torch.Tensor]
 
     def on_host(self) -> torch.Tensor:
         """Return the elements, 1-D, in host memory. Nobody writes to them: they may be the parameter's own."""
         return self.read().detach().as_subclass(torch.Tensor).to("cpu").contiguous().view(-1)
-
-    def copied(self) -> OwnPart:
-        """Return the part with a copy of its elements in host memory, pinned if they come from a GPU, which goes on copying."""
-        value = self.read().detach().as_subclass(torch.Tensor)
-        is_pinned = value.device.type == "cuda"
-        copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=is_pinned)
-        copied.copy_(value, non_blocking=is_pinned)
-        return replace(self, read=lambda: copied)
 
 
 class LocalState:
@@ -60,19 +54,23 @@ class LocalState:
         self.values = values
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> LocalState:
-        """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored."""
+    def of_model(cls, model: nn.Module, *, is_snapshot: bool = False) -> LocalState:
+        """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored.
+
+        With ``is_snapshot`` what is no tensor is copied, because the program may change it before it is written.
+        """
         state = _state_with_parameters(model)
         first_names: dict[Any, str] = {}
         entries: dict[str, Any] = {}
+        values: dict[str, Value] = {}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
-                entries[name] = value
+                entries[name] = copy.deepcopy(value) if is_snapshot else value
                 continue
             _check_storable(name, value)
             source = first_names.setdefault(_tie_key(value), name)
             entries[name] = TensorEntry(shape=whole_shape(value), dtype=value.dtype, source=source)
-        values = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            values[name] = value
         return cls(entries, getattr(state, "_metadata", {}), values)
 
     @classmethod
@@ -137,15 +135,16 @@ class WholeState:
     Ranks may hold different tensors, as pipeline stages do.
     """
 
-    def __init__(self, local_state: Callable[[], LocalState], what: str) -> None:
-        """Make the index. Collective. If ``local_state`` fails on a rank, all raise an error that says it happened in ``what``."""
-        world = world_group()
-        with collective_section(world, what):
-            local = local_state()
+    def __init__(self, local: LocalState, what: str) -> None:
+        """Make the index. Collective. If it fails on a rank, all raise an error that says it happened in ``what``."""
         self._values = local.values
         self._group, self._first_owners = _owners(local)
+        if self._group.size == 1:  # on every rank: each has all tensors, and there is nothing to compare
+            self._holders = dict.fromkeys(local.entries, 0)
+            self.index = Index(entries=local.entries, metadata=local.metadata)
+            return
         reports = all_gather_object(local.report(), self._group)
-        with collective_section(world, what):
+        with collective_section(world_group(), what):
             names, axes = [list(report.entries) for report in reports], [report.own_axes for report in reports]
             self._holders = first_holders(self._group.ranks, names, axes)
             entries = {
@@ -185,19 +184,15 @@ class WholeState:
             parameter, ranges = _like(value), [(0, entry.shape.numel())]
             own: slice | None = None
             if isinstance(parameter, DistributedParameter):
+                if parameter.numel() == 0:  # most are, of many ranks
+                    continue
                 own, ranges = parameter.saved_elements()
             elif self._first_owners[self._holders[name]] != world_group().rank:
                 continue
             if own is None or own.start < own.stop:
-                parts.append(OwnPart(name=name, ranges=ranges, read=partial(_elements, value, own)))
+                read = partial(_elements, value, own)
+                parts.append(OwnPart(name=name, dtype=entry.dtype, ranges=ranges, read=read))
         return parts
-
-    def snapshot(self) -> list[OwnPart]:
-        """Return copies of :meth:`own_parts` in host memory. Communicates nothing."""
-        copies = [part.copied() for part in self.own_parts()]
-        if is_initialized() and current().device.type == "cuda":
-            torch.cuda.current_stream(current().device).synchronize()
-        return copies
 
     def _on_host(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return ``whole`` in host memory that nothing else uses."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from bmt_core.comm.call_check import naming
 from bmt_core.comm.objects import all_gather_object
@@ -11,24 +12,33 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, CallError, RemoteError
 
 
+class SectionResults:
+    """What ranks tell each other at the end of a section: the body sets ``own``, and ``of_ranks`` has that of all afterwards."""
+
+    def __init__(self) -> None:
+        self.own: Any = None
+        self.of_ranks: list[Any] = []
+
+
 @contextmanager
-def collective_section(group: Group, what: str) -> Iterator[None]:
+def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
     """If the body of the ``with`` statement raises on one rank of ``group``, raise on all of them. Collective at its end.
 
     A rank whose body failed raises its own error. The others raise one that names that rank and ``what``: of the same class
     if it is one of bmt's errors, otherwise :class:`RemoteError`, which they also raise when a rank died. The body must not call
-    a collective after a point where a single rank can fail.
+    a collective after a point where a single rank can fail. Small objects can travel along: see :class:`SectionResults`.
     """
     failure: Exception | None = None
+    results = SectionResults()
     try:
-        yield
+        yield results
     except Exception as error:
         failure = error
     kind = type(failure) if isinstance(failure, BmtError) else None
     report = None if failure is None else (kind, type(failure).__name__, str(failure))
     try:
         with naming(f"at the end of {what}", is_compared=False):
-            reports = all_gather_object(report, group)
+            reports = all_gather_object((report, results.own), group)
     except RemoteError as error:  # the connection to a rank broke
         if kind is not None and failure is not None:
             raise failure from error
@@ -37,8 +47,9 @@ def collective_section(group: Group, what: str) -> Iterator[None]:
         raise RemoteError(f"{what}: {error}") from failure or error
     if failure is not None:
         raise failure
-    for rank, found in zip(group.ranks, reports, strict=True):
+    for rank, (found, _) in zip(group.ranks, reports, strict=True):
         if found is not None:
             kind, name, message = found
             where = f"Rank {rank} failed in {what}: "
             raise RemoteError(f"{where}{name}: {message}") if kind is None else kind(where + message)
+    results.of_ranks = [own for _, own in reports]

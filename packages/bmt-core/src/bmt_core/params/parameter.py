@@ -341,6 +341,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     def _cuts(self) -> list[tuple[Locality, int]]:
         """The axes of several ranks along which the parameter is cut, each with the dim; cut along the first one first."""
+        if not self.locality:
+            return []
         sizes = current().topology.sizes
         found = [(place, place.split_dim) for place in self.locality if sizes.get(place.axis, 1) > 1]
         return [(place, dim) for place, dim in found if dim is not None]

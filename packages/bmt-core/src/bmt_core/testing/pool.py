@@ -77,7 +77,7 @@ class RankPool:
         for listener in _listeners:
             listener(self.world_size)
         # In this process, as torchrun keeps it in its agent, so that it outlives every rank.
-        store = _serve_store(timedelta(seconds=timeout + grace))
+        store = serve_store(timedelta(seconds=timeout + grace))
         workers = self._workers.take(self.world_size)
         for rank, worker in enumerate(workers):
             rank_env = {**_rank_environment(rank, self.world_size, store.port), **(env or {})}
@@ -107,7 +107,7 @@ def on_run(listener: Callable[[int], None]) -> None:
     _listeners.append(listener)
 
 
-def _serve_store(patience: timedelta) -> TCPStore:
+def serve_store(patience: timedelta) -> TCPStore:
     """Serve a store on a port of 127.0.0.1 that the operating system chooses.
 
     On a socket that torch opens, ranks have addresses of IPv6. Torch looks up their names, not to be found in /etc/hosts, and a

@@ -1,0 +1,54 @@
+"""``snapshot``: copies of what a rank writes, for a save in the background, in host memory that the next snapshot uses again.
+
+The system hands out memory by pages, and fills each with zeros when it is first touched. That takes several times as long as the
+copy to it, and to pin memory for a copy from a GPU takes longer still. One save is under way at a time, so one set is enough.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+
+from bmt_core.checkpoint.whole_state import OwnPart
+from bmt_core.run.runtime import current, is_initialized
+
+_Kind = tuple[int, torch.dtype]  # number of elements, and their dtype
+
+_memory: defaultdict[_Kind, list[torch.Tensor]] = defaultdict(list)
+"""The tensors of the last snapshot."""
+
+
+def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
+    """Return each of ``parts`` with copies of its elements in host memory, pinned if they come from a GPU. Communicates nothing.
+
+    The memory is kept until ``shutdown()``, and the next snapshot writes to it, so what uses this one must have ended then.
+    """
+    if is_initialized() and _memory.clear not in current().at_shutdown:
+        current().at_shutdown.append(_memory.clear)
+    wanted = Counter(map(_kind, chain(*parts)))
+    free = {kind: tensors[: wanted[kind]] for kind, tensors in _memory.items()}
+    _memory.clear()  # what another model leaves is given back before more is taken
+    copies = [[_copied(part, free.get(_kind(part), [])) for part in of_save] for of_save in parts]
+    if is_initialized() and current().device.type == "cuda":
+        torch.cuda.current_stream(current().device).synchronize()
+    return copies
+
+
+def _kind(part: OwnPart) -> _Kind:
+    return sum(end - start for start, end in part.ranges), part.dtype
+
+
+def _copied(part: OwnPart, free: list[torch.Tensor]) -> OwnPart:
+    """Return ``part`` with a copy of its elements, in one of ``free`` if it has any. From a GPU the copy goes on."""
+    value = part.read().detach().as_subclass(torch.Tensor)
+    is_pinned = value.device.type == "cuda"
+    copy = free.pop() if free else None
+    if copy is None or (is_pinned and not copy.is_pinned()):
+        copy = torch.empty(value.numel(), dtype=value.dtype, pin_memory=is_pinned)
+    _memory[_kind(part)].append(copy)
+    copy.view(value.shape).copy_(value, non_blocking=is_pinned)
+    return replace(part, read=lambda: copy)
