@@ -82,6 +82,10 @@ def test_transfers_fail_when_nothing_moves_for_the_timeout_or_the_other_rank_has
     assert not found._is_missing()
     assert found._has_moved()
     assert not found._has_moved()
+    made.shared[made.full_index(0, 1)] = 2  # the other rank is ahead
+    assert not found._is_missing()
+    expected[1], made.shared[made.full_index(0, 1)] = WRAP + 2, WRAP  # the counter begins again at 0
+    assert found._is_missing()
 
 
 def test_a_rank_that_leaves_waits_as_long_as_something_moves(path: Path) -> None:

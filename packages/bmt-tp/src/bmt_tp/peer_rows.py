@@ -306,10 +306,11 @@ class _Watch:
         return now != before
 
     def _is_missing(self) -> bool:
-        """Whether a piece that this rank expects has not arrived."""
+        """Whether a piece that this rank expects has not arrived; pieces that it does not expect yet may have."""
         rank, shared = self._group.rank, self._counters.shared
         arrived = [shared[self._counters.full_index(rank, source)] for source in range(self._group.size)]
-        return any(count != expected & WRAP for count, expected in zip(arrived, self._expected, strict=True))
+        missing = [(expected - count) & WRAP for expected, count in zip(self._expected, arrived, strict=True)]
+        return any(0 < number < _LIFT for number in missing)
 
     def _reason(self, still: float) -> str:
         """Return why the transfers have failed when nothing has moved for ``still`` seconds; empty if they have not."""
