@@ -62,7 +62,8 @@ std::pair<std::string, std::size_t> PeerLink::shared(std::uintptr_t address) con
 std::uintptr_t PeerLink::opened(const std::string& text) const {
     cudaIpcMemHandle_t handle;
     if (text.size() != sizeof(handle.reserved)) {
-        throw std::invalid_argument("a handle of shared memory has " + std::to_string(sizeof(handle.reserved)) + " bytes");
+        throw std::invalid_argument("a handle of shared memory has " + std::to_string(sizeof(handle.reserved)) +
+                                    " bytes");
     }
     std::memcpy(handle.reserved, text.data(), text.size());
     void* address = nullptr;
@@ -81,7 +82,9 @@ std::uintptr_t PeerLink::mapped(std::uintptr_t address, std::size_t bytes) const
     return reinterpret_cast<std::uintptr_t>(found);
 }
 
-void PeerLink::unmap(std::uintptr_t address) const { check(cudaHostUnregister(memory_at(address)), "cudaHostUnregister"); }
+void PeerLink::unmap(std::uintptr_t address) const {
+    check(cudaHostUnregister(memory_at(address)), "cudaHostUnregister");
+}
 
 void PeerLink::copy(std::uintptr_t source, std::size_t bytes, std::uintptr_t target, std::uintptr_t free,
                     std::uint32_t free_value, std::uintptr_t full, std::uint32_t full_value, std::uintptr_t after,
