@@ -48,7 +48,7 @@ def _copied(part: OwnPart, free: list[torch.Tensor]) -> OwnPart:
     is_pinned = value.device.type == "cuda"
     copy = free.pop() if free else None
     if copy is None or (is_pinned and not copy.is_pinned()):
-        copy = torch.empty(value.numel(), dtype=value.dtype, pin_memory=is_pinned)
+        copy = torch.empty(value.numel(), dtype=value.dtype, device="cpu", pin_memory=is_pinned)
     _memory[_kind(part)].append(copy)
     copy.view(value.shape).copy_(value, non_blocking=is_pinned)
     return replace(part, read=lambda: copy)
