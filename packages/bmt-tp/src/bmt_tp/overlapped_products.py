@@ -20,8 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from bmt_core.run.lanes import Mark
-from bmt_tp.row_transfers import Piece, begin_transfer, part_of
+from bmt_tp.row_transfers import Piece, UnderWay, begin_transfer, part_of
 from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 MIN_ROWS = 2048
@@ -121,16 +120,15 @@ def reduced_product(
     """
     ranks = tensor_ranks()
     output = input.new_empty((len(input), factor.shape[1]))
-    marks: list[Mark] = []
+    under_way = UnderWay()
     for part in _parts(len(input), chunks, _min_rows(input)):
         summed = part_of(output, part)
         _product(part_of(input, part), factor, None, summed)
         ranks.lane.after(ranks.lane.here())
-        marks.append(ranks.lane.run(functools.partial(ranks.in_lane.all_reduce, summed)))
+        under_way.add(ranks.lane.run(functools.partial(ranks.in_lane.all_reduce, summed)), output)
 
     def wait() -> torch.Tensor:
-        for mark in marks:
-            mark.wait()
+        under_way.wait()
         return output if bias is None else output.add_(bias)
 
     return wait

@@ -53,6 +53,35 @@ class RowTransfer(ABC):
         """See [Note: memory of a transfer]."""
 
 
+class UnderWay:
+    """What the lane has been given, in order, with the memory that it reads and writes.
+
+    The memory is kept until the computation has waited, also when an exception passes.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[Mark, tuple[torch.Tensor, ...]]] = deque()
+
+    def add(self, mark: Mark, *memory: torch.Tensor) -> None:
+        """Keep ``memory`` until the computation has waited for ``mark``."""
+        self._marks.append((mark, memory))
+
+    def wait_for_next(self) -> None:
+        """Wait for the first that nobody has waited for."""
+        self._marks[0][0].wait()
+        self._marks.popleft()
+
+    def wait(self) -> None:
+        """Wait for the rest."""
+        while self._marks:
+            self.wait_for_next()
+
+    def __del__(self) -> None:
+        # On the CPU memory belongs to no stream, and the peer of a rank that failed may never come.
+        if self._marks and self._marks[0][1][0].is_cuda:
+            self.wait()
+
+
 class LaneTransfer(RowTransfer):
     """A transfer by exchanges of the group in the lane: works everywhere."""
 
@@ -60,29 +89,22 @@ class LaneTransfer(RowTransfer):
         self._ranks = ranks
         self.all_rows = like.new_empty(shape)
         self.of_ranks = self.all_rows.unbind()
-        self._under_way: list[tuple[Mark, torch.Tensor]] = []
+        self._under_way = UnderWay()
 
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
         lane, incoming = self._ranks.lane, part_of(self.of_ranks[piece.source], piece.part)
         lane.after(lane.here())
         start = functools.partial(self._ranks.in_lane.exchange, [(rows, piece.to)], [(incoming, piece.source)])
-        self._under_way.append((lane.run(start), rows))
+        self._under_way.add(lane.run(start), rows, self.all_rows)
 
     def wait_for_next(self) -> None:
-        self._under_way[0][0].wait()
-        del self._under_way[0]
+        self._under_way.wait_for_next()
 
     def wait(self) -> None:
-        while self._under_way:
-            self.wait_for_next()
+        self._under_way.wait()
 
     def end(self) -> None:
         self.wait()
-
-    def __del__(self) -> None:
-        # On the CPU memory belongs to no stream, and the peer of a rank that failed may never come.
-        if self._under_way and self.all_rows.is_cuda:
-            self.wait()
 
 
 class PeerTransfer(RowTransfer):
