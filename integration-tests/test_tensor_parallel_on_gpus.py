@@ -13,9 +13,11 @@ from tensor_trainings import GRIDS, Record, check, hundred_steps, sharded
 
 import bmtrain as bmt
 from bmt_core.errors import CallError
+from bmt_core.modules.postponed_gradients import postpone_weight_gradients
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_tp import overlapped_products, row_transfers
+from bmt_zero import Block
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,6 +119,32 @@ def input_written_after_the_layer() -> bool:
 
 def test_an_input_may_be_written_to_after_the_layer() -> None:
     assert all(run_ranks(input_written_after_the_layer, 2, init={"tp_size": 2, **CUDA}))
+
+
+def postponed_gradients() -> float:
+    """How far gradients of weights that are computed after later exchanges are from those of an ordinary backward."""
+    torch.manual_seed(3)
+    layers = torch.nn.Sequential(bmt.nn.ColumnParallelLinear(64, 128), bmt.nn.RowParallelLinear(128, 64))
+    bmt.init_parameters(layers)
+    block = Block(layers, use_checkpoint=False, zero_level=1)
+    batches = torch.randn(4, 512, 64, device=current().device, requires_grad=True)
+    for rows in batches:
+        block(rows).square().sum().backward()
+    expected = torch.cat([p.grad.flatten() for p in block.parameters()])
+    block.zero_grad(set_to_none=True)
+    left = []
+    for rows in batches:
+        with postpone_weight_gradients() as postponed:
+            block(rows).square().sum().backward()
+        left.append(postponed)
+    for postponed in left:
+        postponed.compute()
+    found = torch.cat([p.grad.flatten() for p in block.parameters()])
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_postponed_gradients_do_not_read_what_later_exchanges_write() -> None:
+    assert max(run_ranks(postponed_gradients, 2, init={"tp_size": 2, **CUDA})) < 1e-5
 
 
 def alone_in_a_layer(sleeps: float) -> str:

@@ -16,6 +16,7 @@ from zero_models import Uses, full_gradient
 from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients, rank
 from bmt_core.testing import run_ranks
 from bmt_zero import Block
+from bmt_zero.gradients.direct_linear import WeightGradient
 from bmt_zero.schedule.block_call import BlockCall
 
 
@@ -259,6 +260,21 @@ def test_only_what_products_read_is_kept_and_only_until_they_are_computed() -> N
 
 class Interrupt(Exception):
     pass
+
+
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_memory_that_is_lent_is_copied_for_later(is_lent: bool) -> None:
+    grad, inputs = torch.ones(4, 3), torch.ones(4, 2)
+    gradient = WeightGradient(grad.t(), inputs)
+    gradient.is_lent = is_lent
+    gradient.keep(lambda tensor: False)
+    grad.zero_()
+    if is_lent:
+        gradient.check()
+        assert torch.equal(gradient.made(), torch.full((3, 2), 4.0))
+    else:
+        with pytest.raises(BmtError, match="modified by an in-place operation"):
+            gradient.check()
 
 
 def fail(grad: torch.Tensor) -> None:
