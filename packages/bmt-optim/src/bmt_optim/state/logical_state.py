@@ -88,7 +88,9 @@ def gathered_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Nam
 def whole_tensors(state: Mapping[str, Mapping[str, Any]]) -> State:
     """Return ``state`` with whole tensors in place of :class:`TensorPart` on rank 0, and an empty dict elsewhere. Collective."""
     what, is_first = "gathering the optimizer state", world().rank == 0
-    whole = WholeState(LocalState.of_parts(parts_in(state)), what)
+    with collective_section(world(), what):
+        local = LocalState.of_parts(parts_in(state))
+    whole = WholeState(local, what)
     with collective_section(world(), what):
         tensors = dict(whole.tensors(keep=is_first))
     return with_tensors(with_references(state), tensors.__getitem__) if is_first else {}
