@@ -13,6 +13,7 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def save_checkpoint(
     def write(content: Callable[[], tuple[dict[str, Any], Sequence[Sequence[OwnPart]]]]) -> None:
         with _removed_on_failure(temporary):
             for number, save in enumerate(saves):
-                save.write(lambda number=number: content()[1][number], group)  # type: ignore[misc]
+                save.write(partial(lambda of_save: content()[1][of_save], number), group)
             with collective_section(group, what):
                 if group.rank == 0:
                     training, _ = content()
