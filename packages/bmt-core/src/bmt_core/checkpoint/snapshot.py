@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -32,23 +31,27 @@ def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
     wanted = Counter(map(_kind, chain(*parts)))
     free = {kind: tensors[: wanted[kind]] for kind, tensors in _memory.items()}
     _memory.clear()  # what another model leaves is given back before more is taken
-    copies = [[_copied(part, free.get(_kind(part), [])) for part in of_save] for of_save in parts]
+    with torch.no_grad():
+        copies = [[_copied(part, free) for part in of_save] for of_save in parts]
     if is_initialized() and current().device.type == "cuda":
         torch.cuda.current_stream(current().device).synchronize()
     return copies
 
 
 def _kind(part: OwnPart) -> _Kind:
-    return sum(end - start for start, end in part.ranges), part.dtype
+    return part.numel, part.dtype
 
 
-def _copied(part: OwnPart, free: list[torch.Tensor]) -> OwnPart:
-    """Return ``part`` with a copy of its elements, in one of ``free`` if it has any. From a GPU the copy goes on."""
-    value = part.read().detach().as_subclass(torch.Tensor)
-    is_pinned = value.device.type == "cuda"
-    copy = free.pop() if free else None
+def _copied(part: OwnPart, free: dict[_Kind, list[torch.Tensor]]) -> OwnPart:
+    """Return ``part`` with a copy of its elements, in memory of ``free`` if there is any. From a GPU the copy goes on."""
+    value = part.read()
+    if type(value) is not torch.Tensor:
+        value = value.detach().as_subclass(torch.Tensor)
+    is_pinned, kind = value.is_cuda, (value.numel(), value.dtype)
+    fitting = free.get(kind)
+    copy = fitting.pop() if fitting else None
     if copy is None or (is_pinned and not copy.is_pinned()):
         copy = torch.empty(value.numel(), dtype=value.dtype, device="cpu", pin_memory=is_pinned)
-    _memory[_kind(part)].append(copy)
-    copy.view(value.shape).copy_(value, non_blocking=is_pinned)
-    return replace(part, read=lambda: copy)
+    _memory[kind].append(copy)
+    (copy if value.dim() == 1 else copy.view(value.shape)).copy_(value, non_blocking=is_pinned)
+    return part.with_elements(copy)

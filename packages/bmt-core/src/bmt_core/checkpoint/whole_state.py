@@ -6,7 +6,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -31,14 +30,22 @@ from bmt_core.run.runtime import current, is_initialized
 Value = torch.Tensor | TensorPart
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnPart:
+class OwnPart(NamedTuple):
     """What this rank writes of a tensor: what ``read`` returns. ``ranges`` of the flattened whole say where its elements lie."""
 
     name: str
     dtype: torch.dtype
     ranges: Sequence[tuple[int, int]]
     read: Callable[[], torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return sum([end - start for start, end in self.ranges])
+
+    def with_elements(self, elements: torch.Tensor) -> OwnPart:
+        """Return the same part, of ``elements`` in its place."""
+        return OwnPart(self.name, self.dtype, self.ranges, lambda: elements)
 
     def on_host(self) -> torch.Tensor:
         """Return the elements, 1-D, in host memory. Nobody writes to them: they may be the parameter's own."""
@@ -177,21 +184,26 @@ class WholeState:
     def own_parts(self) -> list[OwnPart]:
         """Return what this rank writes where all ranks write. Together they write every element once. Communicates nothing."""
         parts = []
+        rank = world_group().rank
         for name, entry in self.index.own_tensors.items():
             value = self._values.get(name)
             if value is None:
                 continue
-            parameter, ranges = _like(value), [(0, entry.shape.numel())]
+            parameter = _like(value)
             own: slice | None = None
             if isinstance(parameter, DistributedParameter):
                 if parameter.numel() == 0:  # most are, of many ranks
                     continue
                 own, ranges = parameter.saved_elements()
-            elif self._first_owners[self._holders[name]] != world_group().rank:
+                if own.start >= own.stop:
+                    continue
+                if own.stop - own.start == parameter.numel():
+                    own = None
+            elif self._first_owners[self._holders[name]] == rank:
+                ranges = [(0, entry.shape.numel())]
+            else:
                 continue
-            if own is None or own.start < own.stop:
-                read = partial(_elements, value, own)
-                parts.append(OwnPart(name=name, dtype=entry.dtype, ranges=ranges, read=read))
+            parts.append(OwnPart(name, entry.dtype, ranges, partial(_elements, value, own)))
         return parts
 
     def _on_host(self, name: str, whole: torch.Tensor) -> torch.Tensor:

@@ -119,8 +119,11 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
     @property
     def whole_shape(self) -> torch.Size:
         """Shape of the whole tensor, of which :attr:`full_shape` is this rank's slice."""
+        cuts = self._cuts()
+        if not cuts:
+            return self.full_shape
         shape = list(self.full_shape)
-        for place, dim in self._cuts():
+        for place, dim in cuts:
             shape[dim] *= current().topology.axis_size(place.axis)
         return torch.Size(shape)
 
