@@ -136,11 +136,12 @@ class Recomputation:
             )
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if len(self._made) == len(self._kinds):
+        index, needed = len(self._made), len(self._kinds)
+        if index == needed:
             raise _Complete
-        # Detached: an operation that saves its own result must not keep itself alive.
-        tensor = self._buffers.with_own_memory(tensor.detach())
-        index = len(self._made)
+        tensor = tensor.detach()  # an operation that saves its own result must not keep itself alive
+        if self._buffers.are_rewritten:
+            tensor = self._buffers.with_own_memory(tensor)
         self._made.append((tensor, tensor._version))
         if (tensor.shape, tensor.dtype) != self._kinds[index]:
             shape, dtype = self._kinds[index]
@@ -149,7 +150,7 @@ class Recomputation:
                 f" forward saved {tuple(shape)}, {dtype}. Its forward must depend on its arguments, parameters and torch's"
                 " random numbers only; or set use_checkpoint=False."
             )
-        if len(self._made) == len(self._kinds):
+        if index + 1 == needed:
             raise _Complete
         return tensor
 

@@ -43,6 +43,8 @@ class BuffersBeforeForward:
                 (buffer, version_of(buffer), buffer.clone()) for buffer in unique.values() if not _is_expanded(buffer)
             ]
         self._rewritten: set[int] = set()  # storages of buffers that hold other values than outside of restored()
+        self.are_rewritten = False
+        """Whether there are such buffers."""
 
     def forget_unchanged(self) -> None:
         """Free the copies of buffers that forward, which is over, has left as they were."""
@@ -64,10 +66,12 @@ class BuffersBeforeForward:
             _write(buffer, value)
             if version_of(buffer) != version and _is_plain(buffer):
                 self._rewritten.add(storage_key(buffer))
+        self.are_rewritten = bool(self._rewritten)
         try:
             yield
         finally:
             self._rewritten.clear()
+            self.are_rewritten = False
             for (home, _), found in zip(self._homes, present, strict=True):
                 _set_all(home, found)
             for (buffer, _, _), value in zip(self._values, values, strict=True):
@@ -75,9 +79,8 @@ class BuffersBeforeForward:
 
     def with_own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, saved inside of :meth:`restored`, or its copy if it is a buffer that gets other values after it."""
-        if not self._rewritten or not _is_plain(tensor):
-            return tensor
-        return tensor.clone() if storage_key(tensor) in self._rewritten else tensor
+        is_rewritten = _is_plain(tensor) and storage_key(tensor) in self._rewritten
+        return tensor.clone() if is_rewritten else tensor
 
 
 def version_of(tensor: torch.Tensor) -> int:
