@@ -58,6 +58,9 @@ class BlockCall:
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
         self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
+        self._leaf_at: dict[
+            int, tuple[int, int, torch.Tensor]
+        ] = {}  # by address: the group's number, and the leaf's there
         self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # what backward has put into the modules
         self._full: dict[int, FullGradients] = {}
         self._postponed: dict[
@@ -124,6 +127,7 @@ class BlockCall:
                 group.buffer.take_kept()
         self._acquire(looks=False)
         self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
+        self._leaf_at.clear()
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
         slots.put(whole)
         self._whole = slots, whole
@@ -160,12 +164,13 @@ class BlockCall:
         """See :class:`bmt_core.modules.layer_gradients.GradientPlaces`."""
         if not self.writes_directly or self.is_computing:
             return None
-        address = weight.data_ptr()
-        for number, leaves in enumerate(self._leaves.values()):
-            for index, leaf in enumerate(leaves):
-                if leaf.data_ptr() == address and leaf.shape == weight.shape and leaf.dtype == weight.dtype:
-                    return None if number in self._postponed else self._full_gradients(number).lend(index)
-        return None
+        if not self._leaf_at:
+            for number, leaves in enumerate(self._leaves.values()):
+                self._leaf_at |= {leaf.data_ptr(): (number, index, leaf) for index, leaf in enumerate(leaves)}
+        number, index, leaf = self._leaf_at.get(weight.data_ptr(), (0, 0, None))
+        if leaf is None or leaf.shape != weight.shape or leaf.dtype != weight.dtype or number in self._postponed:
+            return None
+        return self._full_gradients(number).lend(index)
 
     def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Any:
         """Reduce the whole gradients, or postpone that; return those of the shards that autograd is to have. Collective."""
