@@ -23,7 +23,7 @@ import torch
 from bmt_tp.row_transfers import Piece, UnderWay, begin_transfer, part_of
 from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
-MIN_ROWS = 2048
+MIN_ROWS = 4096
 """Rows of the smallest piece on CUDA. A product of fewer rows does not keep the device busy, and costs more than it hides."""
 
 
@@ -163,8 +163,8 @@ def _min_rows(input: torch.Tensor) -> int:
 def _parts(rows: int, chunks: int | None, least: int) -> list[slice | None]:
     """Cut ``rows`` into ``chunks`` parts of nearly equal size, but none of less than ``least``; None: as many as suit a GPU.
 
-    >>> _parts(5, 2, 1), _parts(4096, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
-    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 2048, None), slice(2048, 4096, None)], [None], [])
+    >>> _parts(5, 2, 1), _parts(8192, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
+    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 4096, None), slice(4096, 8192, None)], [None], [])
     """
     count = max(1, min(rows // max(least, MIN_ROWS) if chunks is None else chunks, rows // least))
     if count == 1:
