@@ -163,7 +163,7 @@ def having(plan: Plan = PLAN, without: str = "", **more: object) -> Plan:
 REFUSED = {
     "a name that nothing has": (
         having(**{"layers.*.upp": Column()}),
-        r"Pattern 'layers.\*.upp' of the plan matches no module of Model. Modules with such names: layers.\d.up",
+        r"Pattern 'layers.\*.upp' of the plan matches no module of Model. Modules with similar names: layers.\d.up",
     ),
     "two entries": (
         having(**{"layers.1.up": Column()}),
@@ -195,7 +195,7 @@ REFUSED = {
     ),
     "a name of a number that the config lacks": (
         having(**{"layers.*.up": Column(heads="heads")}),
-        "the model's config has no number 'heads'",
+        "the plan says heads='heads', but the model's config has no such number",
     ),
     "an attribute that is no number": (
         replace(PLAN, divided={"layers.*": ("heads",)}),

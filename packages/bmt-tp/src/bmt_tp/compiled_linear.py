@@ -1,8 +1,8 @@
-"""The parallel linear functions as operators of torch, for code that is compiled.
+"""The parallel linear functions as custom operators of torch, for ``torch.compile``.
 
-The compiler cannot look into streams and communication. To it an operator is one call whose output has a known shape, so that it
-compiles the code around the call in one piece. The operators are registered by their schemas: ``torch.library.custom_op`` would
-take the host longer at each call than all that they do.
+The compiler cannot trace streams and communication. It treats an operator as one opaque call whose output shape is known, and
+compiles the code around the call as one graph. The operators are registered by their schemas, because the wrapper of
+``torch.library.custom_op`` would cost the host more time per call than the operator itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BACKWARD = (
 
 
 class CompiledLinear(torch.autograd.Function):
-    """:func:`column_forward` if ``column``, otherwise :func:`row_forward`; ``option`` is ``gather_input``, or ``scattered``."""
+    """:func:`column_forward` with ``option`` as ``gather_input``, or without ``column`` :func:`row_forward` with ``scattered``."""
 
     @staticmethod
     def forward(
@@ -51,13 +51,13 @@ class CompiledLinear(torch.autograd.Function):
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         of_input, of_weight = operator(grads[0], input, weight, ctx.option, ctx.chunks, for_input, for_weight)
         of_bias = None
-        if for_bias and ctx.has_bias:  # needs nobody, and is compiled
+        if for_bias and ctx.has_bias:  # outside the operator: it needs no communication, so the compiler can fuse it
             of_bias = rows_of_bias(grads[0], column=ctx.column, scattered=ctx.option).sum(0)
         return of_input if for_input else None, of_weight if for_weight else None, of_bias, None, None, None
 
 
 def _register() -> None:
-    library: Any = _library  # of which torch annotates nothing
+    library: Any = _library  # torch does not annotate its methods
     for kind, forward, backward in (
         ("column", column_forward, column_backward),
         ("row", row_forward, row_backward),
@@ -71,9 +71,9 @@ def _register() -> None:
 
 
 class _PlacedGradients:
-    """A :class:`GradientWriter` that has the gradient of ``weight`` computed where the block reduces it from, if there is one.
+    """A :class:`GradientWriter` that writes the gradient of ``weight`` into the buffer from which the running Block reduces it.
 
-    That of the bias is no part of the operators.
+    Without a running Block the gradient is a new tensor. The operators do not compute the gradient of the bias.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -93,7 +93,10 @@ class _PlacedGradients:
 
 
 def _complete(backward: Any) -> Any:
-    """Return ``backward`` without the bias, and with an empty tensor for each gradient that is not wanted or in its place."""
+    """Return ``backward`` as an operator needs it: without the bias, and never None.
+
+    A gradient that is not wanted, or that was written where the Block reduces it, is an empty tensor.
+    """
 
     def complete(
         grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, option: bool, chunks: int | None, *wanted: bool

@@ -1,4 +1,4 @@
-"""``VPEmbedding``: an embedding of whose vocabulary each rank along ``tp`` has a part."""
+"""``VPEmbedding``: an embedding whose vocabulary is split over the ranks along ``tp``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from bmt_tp.tensor_group import AXIS, own_share, tensor_group
 
 
 class VPEmbedding(DistributedModule):
-    """A table (vocab_size, embedding_size) of which each rank along ``tp`` has the vectors of vocab_size / tp tokens.
+    """A table (vocab_size, embedding_size), split by tokens: each rank along ``tp`` has the vectors of vocab_size / tp tokens.
 
-    Called with ids (rows / tp, ...), this rank's rows, it returns their vectors, (rows / tp, ..., embedding_size). Every rank
-    looks up the ids of all ranks in its part of the table, and the vectors are scattered to where they belong: what travels
-    are ids and vectors, (tp - 1)/tp * rows * embedding_size elements to each rank, never the table. An id outside of the
-    vocabulary raises ``IndexError`` on the CPU; on CUDA its vector is NaN, so
-    that :class:`OptimManager` leaves the step out.
+    Called with this rank's ids (rows / tp, ...), it returns their vectors (rows / tp, ..., embedding_size). Every rank gathers
+    the ids of all ranks and looks them up in its part of the table; a reduce-scatter then gives each rank the vectors of its own
+    ids. Each rank receives (tp - 1)/tp * rows * embedding_size elements; the table is never sent. An id outside the vocabulary
+    raises ``IndexError`` on the CPU. On CUDA its vector is NaN, so that :class:`OptimManager` skips the step.
 
-    With ``projection`` it is called with vectors (rows / tp, ..., embedding_size) and returns the logits of this rank's part of the
-    vocabulary for all rows, as ``FusedCrossEntropy(parallel=True)`` takes them. Vectors (sequence / tp, batch, embedding_size)
-    give logits in the order of ids (batch, sequence): (batch, sequence, vocab_size / tp).
+    With ``projection`` it takes vectors (rows / tp, ..., embedding_size) and returns logits for all rows and this rank's part of
+    the vocabulary, the input of ``FusedCrossEntropy(parallel=True)``. Vectors (sequence / tp, batch, embedding_size) give logits
+    with the batch first, as ids have it: (batch, sequence, vocab_size / tp).
 
     ``init_parameters`` draws from the normal distribution of ``init_mean`` and ``init_std``. Raises :class:`ConfigError` if tp
     does not divide ``vocab_size``.
@@ -52,7 +51,7 @@ class VPEmbedding(DistributedModule):
         )
 
     def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
-        """Look up ids, or with ``projection`` take vectors to logits. Collective over tp."""
+        """Look up ids, or with ``projection`` compute logits from vectors. Collective over tp."""
         if not projection:
             return split_lookup(x, self.weight, scattered=True)
         logits = parallel_linear(x, self.weight, gather_input=True)
@@ -67,16 +66,16 @@ class VPEmbedding(DistributedModule):
 def split_lookup(
     ids: torch.Tensor, weight: torch.Tensor, *, scattered: bool, padding_idx: int | None = None
 ) -> torch.Tensor:
-    """Return the vectors of ``ids`` in a table of which each rank along tp has ``weight``, (vocabulary / tp, features).
+    """Return the vectors of ``ids``; ``weight`` (vocabulary / tp, features) is this rank's part of the table.
 
-    ``scattered``: the ids, and the vectors, are each rank's own rows; otherwise all rows, alike on all ranks. The vector of
+    With ``scattered``, ids and vectors are this rank's rows; otherwise they are all rows, the same on every rank. The vector of
     ``padding_idx`` gets no gradient. Collective.
     """
     group = tensor_group()
     if scattered and group.size > 1:
         ids = gather_stacked(ids, group).flatten(0, 1)
     if ids.device.type == "cpu" and ids.numel():
-        _check_ids(ids, len(weight) * group.size)  # those of all ranks, so that all raise
+        _check_ids(ids, len(weight) * group.size)  # the ids of all ranks, so that all ranks raise
     if group.size == 1:
         return embedding(ids, weight, padding_idx)
     column = ids - group.rank * len(weight)
@@ -92,7 +91,7 @@ def split_lookup(
 
 
 class _JoinVectors(torch.autograd.Function):
-    """The sum over the ranks: of each vector one rank has the values, and the others have zeros."""
+    """The sum of ``vectors`` over the ranks: one rank has the values of a vector, the others have zeros in its place."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, group: Group, scattered: bool) -> torch.Tensor:

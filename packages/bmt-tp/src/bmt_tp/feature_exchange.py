@@ -1,4 +1,4 @@
-"""Activations whose features, the last dim, are gathered, taken apart, or exchanged for rows."""
+"""Collectives on the features (the last dim) of activations: gather, split, and all-to-all from rows to features."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from bmt_tp.tensor_group import AXIS
 
 
 def gather_features(x: torch.Tensor, group: Group, sections: Sequence[int] = ()) -> torch.Tensor:
-    """Take each rank's features (..., F/W) to all of them, (..., F); backward takes its own. Collective.
+    """Gather the features (..., F/W) of all ranks into (..., F). Backward keeps this rank's slice of the gradient. Collective.
 
-    ``sections``: how the features are cut, see :class:`Locality`. Volume: (W - 1)/W of the result.
+    ``sections``: how the features are split, see :class:`Locality`. Volume: (W - 1)/W of the result.
     """
     gathered: torch.Tensor = _GatherFeatures.apply(x, group, _cut(x, sections))  # type: ignore[no-untyped-call]
     return gathered
 
 
 def own_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Take features (..., F), alike on all ranks, to this rank's (..., F/W). Backward gathers the gradients, and is collective."""
+    """Return this rank's slice (..., F/W) of features (..., F) that all ranks have. Backward gathers gradients: a collective."""
     own: torch.Tensor = _OwnFeatures.apply(x, group, _cut(x, ()))  # type: ignore[no-untyped-call]
     return own
 
 
 def rows_to_features(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Take this rank's rows (T/W, ..., F) of an activation to its features of all rows, (T, ..., F/W). Collective.
+    """Exchange this rank's rows with all features (T/W, ..., F) for all rows with its features (T, ..., F/W). Collective.
 
-    Backward is the way back. Volume: (W - 1)/W of ``x``, each way.
+    An all-to-all; backward is the reverse one. Volume: (W - 1)/W of ``x`` in each direction.
     """
     features: torch.Tensor = _RowsToFeatures.apply(x, group)  # type: ignore[no-untyped-call]
     return features

@@ -1,4 +1,4 @@
-"""Linear functions of which each rank of the tensor-parallel group computes a part."""
+"""Linear functions whose weight is split over the ranks of the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from bmt_tp.tensor_group import tensor_ranks
 
 
 class ReduceType(IntEnum):
-    """How the parts of an output, one on each rank, become their sum."""
+    """How the partial outputs of the ranks are summed."""
 
     ALL_REDUCE = 1
-    """Every rank has all rows."""
+    """Every rank gets all rows of the sum."""
     REDUCE_SCATTER = 2
-    """Each rank has its part of the rows."""
+    """Each rank gets its part of the rows."""
 
 
 class OpParallelLinear:
@@ -65,37 +65,39 @@ def parallel_linear(
     chunks: int | None = None,
     gradients: LayerGradients | None = None,
 ) -> torch.Tensor:
-    """Return ``input weightᵀ + bias`` of the whole input and weight, of which each rank of the group has a part.
+    """Return ``input weightᵀ + bias``, where each rank of the group has a slice of the weight.
 
-    Rows are dim 0. With W ranks, T rows of the whole, I input and O output features, the weight is cut along its output:
+    Rows are dim 0. There are W ranks, T rows in all, I input features and O output features. By default the weight is split by
+    its output features: ``weight`` is (O/W, I) and ``bias`` (O/W,).
 
-    - by default ``input`` (T, ..., I), alike on all ranks, and ``weight`` (O/W, I) give (T, ..., O/W);
-    - with ``gather_input`` each rank brings its rows (T/W, ..., I);
-    - with ``gather_output`` every rank gets all features, (T, ..., O);
+    - By default all ranks pass the same ``input`` (T, ..., I), and each gets (T, ..., O/W).
+    - With ``gather_input`` each rank passes its rows (T/W, ..., I).
+    - With ``gather_output`` every rank gets all features, (T, ..., O).
 
-    or, with ``reduce_output_type``, along its input: ``weight`` (O, I/W), ``bias`` (O,) alike on all ranks,
+    With ``reduce_output_type`` the weight is split by its input features: ``weight`` is (O, I/W), and ``bias`` (O,) is the same on
+    all ranks.
 
-    - and ``input`` (T, ..., I/W);
-    - or, with ``split_input``, the whole input (T, ..., I), alike on all ranks, of which each takes its features;
-    - or, with ``split_input`` and ``gather_input``, this rank's rows (T/W, ..., I);
-    - ``ALL_REDUCE`` gives (T, ..., O) on every rank, ``REDUCE_SCATTER`` each rank's rows (T/W, ..., O).
+    - By default ``input`` is (T, ..., I/W).
+    - With ``split_input`` all ranks pass the same input (T, ..., I), and each uses its slice of the features.
+    - With ``split_input`` and ``gather_input`` each rank passes its rows (T/W, ..., I).
+    - ``ALL_REDUCE`` gives (T, ..., O) on every rank, ``REDUCE_SCATTER`` gives each rank its rows (T/W, ..., O).
 
-    Gradients are those of the whole function: see [Note: what the gradients are] in linear_products.py. The bias of a reduced
-    output gets on each rank the gradient from 1/W of the rows. Their sum over the group is its gradient; the engine forms it
-    for a :class:`DistributedParameter` that is not local along ``tp``.
+    Gradients are those of the whole function: see [Note: what the gradients are] in linear_products.py. For the bias of a reduced
+    output each rank computes the gradient from 1/W of the rows. The bias gradient is the sum of these over the group, which the
+    engine forms for a :class:`DistributedParameter` that is not local along ``tp``.
 
-    The rows of each rank travel in up to ``chunks`` pieces beside the products, none too small to keep a GPU busy; None: in as
-    many as suit it. In forward each rank receives (W - 1)/W * T * I elements where rows are gathered, and (W - 1)/W * T * O
-    where the output is scattered; in backward the gradients the other way, and the gathered input once more. Collective over
-    the group. With one rank it is ``torch.nn.functional.linear``.
+    Rows travel while products are computed, in up to ``chunks`` pieces per rank, of which none is too small to keep a GPU busy;
+    None lets bmt choose their number. In forward each rank receives (W - 1)/W * T * I elements if rows are gathered, and
+    (W - 1)/W * T * O if the output is scattered. Backward sends the gradients in the opposite direction and gathers the input
+    again. Collective over the group. With one rank it is ``torch.nn.functional.linear``.
 
-    Whether the input and the weight require gradients decides what backward communicates: it must be alike on all ranks of
-    the group.
+    What backward communicates depends on whether the input and the weight require gradients, so this must be the same on all ranks
+    of the group.
 
-    ``gradients`` is what a Block has set on the layer whose weight and bias these are.
+    ``gradients`` is the ``layer_gradients`` that a Block has set on the layer of this weight and bias.
 
-    Raises ``ValueError`` for shapes or dtypes that do not fit, :class:`ConfigError` for options that contradict each other. These
-    are alike on all ranks, so that all raise, before anything is communicated.
+    Raises ``ValueError`` for shapes or dtypes that do not fit and :class:`ConfigError` for options that contradict each other.
+    Both are the same on all ranks, so all ranks raise, before anything is communicated.
     """
     ranks = tensor_ranks()
     if ranks.size == 1:
@@ -141,8 +143,10 @@ def _applied(
 
 
 class _Call(NamedTuple):
-    """``column``: the weight's output features are spread over the ranks, and ``option`` is ``gather_input``; otherwise its input
-    features are, and ``option`` says whether the output is scattered.
+    """The arguments of :class:`_ParallelLinear` that are not tensors.
+
+    With ``column`` the weight is split by its output features, and ``option`` is ``gather_input``; otherwise it is split by its
+    input features, and ``option`` says whether the output is scattered.
     """
 
     column: bool
@@ -152,7 +156,7 @@ class _Call(NamedTuple):
 
 
 class _ParallelLinear(torch.autograd.Function):
-    """(input, weight, bias, call) -> output. One object for all that is no tensor: torch looks at every argument."""
+    """(input, weight, bias, call) -> output. ``call`` is one object, because ``apply`` spends time on each argument."""
 
     @staticmethod
     def forward(
@@ -161,7 +165,7 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.call = call
         if call.writer is None:
             ctx.save_for_backward(input, weight)
-        else:  # who has the weight's values there when backward runs
+        else:  # the writer's Block gathers the weight again before backward reads it
             ctx.save_for_backward(input)
             ctx.weight = weight
         # Detached: a product of more than two dimensions is a view, and what follows may modify it in place.
@@ -173,7 +177,7 @@ class _ParallelLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         call = ctx.call
         if call.writer is not None:
-            call.writer.begin_backward()  # backward may not have come through the block's outputs
+            call.writer.begin_backward()  # backward may have reached this layer without passing the block's outputs
         input, *weight = ctx.saved_tensors
         backward = column_backward if call.column else row_backward
         found = backward(
@@ -191,7 +195,7 @@ class _ParallelLinear(torch.autograd.Function):
 def _as_autocast(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return them in the dtype in which autocast computes products, if it is on; it leaves float64 alone."""
+    """Return the operands in autocast's dtype, if autocast is on. As in torch, float64 is not cast."""
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
         return input, weight, bias
@@ -212,12 +216,18 @@ def _check_options(
         raise ConfigError(f"reduce_output_type must be a ReduceType or None, not {reduce_type!r}.")
     if reduce_type is None and split_input:
         raise ConfigError(
-            "split_input needs reduce_output_type: each rank's product of its features is a part of a sum."
+            "split_input=True needs reduce_output_type, because each rank's product is one term of a sum."
+            " Pass ReduceType.ALL_REDUCE or ReduceType.REDUCE_SCATTER."
         )
     if reduce_type is not None and gather_output:
-        raise ConfigError("gather_output and reduce_output_type exclude each other: a reduced output has all features.")
+        raise ConfigError(
+            "gather_output and reduce_output_type exclude each other: a reduced output has all features. Leave gather_output out."
+        )
     if reduce_type is not None and gather_input and not split_input:
-        raise ConfigError("gather_input with reduce_output_type needs split_input: gathered rows have all features.")
+        raise ConfigError(
+            "gather_input with reduce_output_type needs split_input, because gathered rows have all features."
+            " Set split_input=True, or leave gather_input out."
+        )
 
 
 def _check_shapes(
@@ -234,11 +244,14 @@ def _check_shapes(
             f" with tp_size={size}, not one of shape {tuple(input.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"Expected a bias of shape ({weight.shape[0]},), not {tuple(bias.shape)}.")
+        raise ValueError(
+            f"Expected a bias of shape ({weight.shape[0]},) for this rank's weight of shape {tuple(weight.shape)},"
+            f" not {tuple(bias.shape)}."
+        )
 
 
 def _check_dtypes(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ``ValueError`` for what the product would refuse only after its rows are under way, which nobody then awaits."""
+    """Raise ``ValueError`` for unequal dtypes, before rows are sent: the product itself would raise too late."""
     found = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
     if len(found) > 1:
         of_bias = "" if bias is None else f" and bias {bias.dtype}"

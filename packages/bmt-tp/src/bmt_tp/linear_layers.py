@@ -1,4 +1,4 @@
-"""``ColumnParallelLinear`` and ``RowParallelLinear``: linear layers of which each rank along ``tp`` has a slice of the weight."""
+"""``ColumnParallelLinear`` and ``RowParallelLinear``: linear layers whose weight is split over the ranks along ``tp``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_size
 
 
 class ColumnParallelLinear(DistributedModule):
-    """``y = x Wᵀ + b``, of whose output features each rank along ``tp`` computes its part.
+    """``y = x Wᵀ + b``, split by output features: each rank along ``tp`` computes out_features / tp of them.
 
-    ``weight`` is (out_features / tp, in_features) on each rank. ``gather_input``: the input is this rank's rows
-    (rows / tp, ..., in_features), gathered in ``async_gather_chunks`` pieces beside the product; otherwise all rows, alike on all
-    tp ranks. ``gather_output``: every rank gets all output features, otherwise its own, (rows, ..., out_features / tp).
+    ``weight`` is (out_features / tp, in_features) on each rank. With ``gather_input`` the input is this rank's rows
+    (rows / tp, ..., in_features), and the rows of the other ranks arrive in up to ``async_gather_chunks`` pieces while the product
+    is computed. Without, all tp ranks pass the same rows. The output is (rows, ..., out_features / tp), or all output features on
+    every rank with ``gather_output``.
 
-    ``sections`` are the sizes of consecutive parts of the output, each of which is cut over the ranks by itself: (H, H, H) for
-    queries, keys and values of H features in one matrix, so that each rank has the three of the same heads.
+    ``sections`` are the sizes of consecutive parts of the output, each split over the ranks separately. For queries, keys and
+    values of H features in one matrix, (H, H, H) gives each rank the queries, keys and values of the same heads.
 
-    ``init_parameters`` gives the values of Xavier's normal distribution for the whole matrix. Communication and gradients:
+    ``init_parameters`` draws from Xavier's normal distribution for the whole matrix. Communication and gradients:
     see :func:`parallel_linear`. Raises :class:`ConfigError` for sizes that tp does not divide.
     """
 
@@ -50,9 +51,12 @@ class ColumnParallelLinear(DistributedModule):
         self.async_gather_chunks = async_gather_chunks
         self.sections = tuple(sections)
         if self.sections and sum(self.sections) != out_features:
-            raise ConfigError(f"sections {self.sections} do not add up to out_features={out_features}.")
+            raise ConfigError(
+                f"sections {self.sections} do not add up to out_features={out_features}: their sum is {sum(self.sections)}."
+                " Give the size of every part of the output."
+            )
         if min(self.sections, default=1) < 1:
-            raise ConfigError(f"sections {self.sections} must be sizes of at least 1.")
+            raise ConfigError(f"sections {self.sections} must be sizes of at least 1. Leave empty sections out.")
         own = sum([own_share(section, f"A section of {out_features} output features") for section in self.sections])
         own = own or own_share(out_features, "out_features")
         place = Locality(AXIS, split_dim=0, sections=self.sections)
@@ -70,7 +74,7 @@ class ColumnParallelLinear(DistributedModule):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return all rows, with this rank's output features or, with ``gather_output``, all of them. Collective over tp."""
+        """Return all rows with this rank's output features, or with all of them if ``gather_output``. Collective over tp."""
         output = parallel_linear(
             input,
             self.weight,
@@ -92,16 +96,16 @@ class ColumnParallelLinear(DistributedModule):
 
 
 class RowParallelLinear(DistributedModule):
-    """``y = x Wᵀ + b``, of whose input features each rank along ``tp`` has its part.
+    """``y = x Wᵀ + b``, split by input features: each rank along ``tp`` has in_features / tp of them.
 
-    ``weight`` is (out_features, in_features / tp) on each rank. The input is this rank's features of all rows,
-    (rows, ..., in_features / tp), as a :class:`ColumnParallelLinear` gives them; with ``split_input`` this rank's rows of all
-    features, (rows / tp, ..., in_features). The output is this rank's rows, (rows / tp, ..., out_features), or with
-    ``all_reduce_output`` all rows on every rank. The products are computed in ``async_chunks`` pieces, which are summed beside
-    them.
+    ``weight`` is (out_features, in_features / tp) on each rank. The input is all rows with this rank's features,
+    (rows, ..., in_features / tp), which is the output of a :class:`ColumnParallelLinear`. With ``split_input`` the input is this
+    rank's rows with all features, (rows / tp, ..., in_features). The output is this rank's rows (rows / tp, ..., out_features), or
+    with ``all_reduce_output`` all rows on every rank. The product is computed in up to ``async_chunks`` pieces: one is summed over
+    the ranks while the next is computed.
 
-    ``bias`` is one vector of out_features for all ranks: each computes its gradient from its part of the rows, and the engine sums
-    them. Initial values, communication and errors: see :class:`ColumnParallelLinear`.
+    All ranks have the same ``bias`` (out_features,). Each rank computes its gradient from its part of the rows, and the engine sums
+    these gradients. Initial values, communication and errors: see :class:`ColumnParallelLinear`.
     """
 
     layer_gradients: LayerGradients | None = None
@@ -136,7 +140,7 @@ class RowParallelLinear(DistributedModule):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the sum over the ranks or, with ``all_reduce_output``, all rows. Collective over tp."""
+        """Return this rank's rows of the sum over the ranks, or all rows if ``all_reduce_output``. Collective over tp."""
         return parallel_linear(
             input,
             self.weight,

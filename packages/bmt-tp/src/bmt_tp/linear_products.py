@@ -1,11 +1,12 @@
-"""The forward and backward of the two kinds of parallel linear functions, as plain functions of tensors.
+"""Forward and backward of column-parallel and row-parallel linear functions, as plain functions of tensors.
 
-[Note: what the gradients are] All ranks of the group compute one loss. Where they hold rows of an activation, each holds the
-gradient of its rows; where they hold features, that of its features; where each holds the whole, each holds the whole
-gradient. So a backward function communicates exactly where the forward function's output depends on other ranks' input.
+[Note: what the gradients are] All ranks of the group compute one loss. The gradient of an activation is distributed like the
+activation: a rank that holds some rows holds the gradient of these rows, a rank that holds some features holds the gradient of
+these features, and a rank that holds the whole activation holds the whole gradient. So a backward function communicates exactly
+where the forward function's output depends on other ranks' input.
 
-[Note: what is saved] Forward keeps the rank's own rows, not those that it gathered, which are gathered again in backward,
-beside the product that needs only the gradient: activations take 1/W of the memory.
+[Note: what is saved] Forward saves this rank's rows for backward, not the gathered rows. Backward gathers them again while it
+computes the gradient of the input, which does not need them. So saved activations take 1/W of the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_pro
 from bmt_tp.tensor_group import tensor_ranks
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Of the input, the weight and the bias; None where it was not asked for, or was written to where it is reduced from."""
+"""Gradients of input, weight and bias. None: not asked for, or already written where the Block reduces it from."""
 
 
 def column_forward(
@@ -44,7 +45,7 @@ def column_backward(
     wanted: tuple[bool, bool, bool],
     writer: GradientWriter | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`column_forward`. The input's is summed over the ranks while the weight's is computed."""
+    """Return the gradients of :func:`column_forward`. The input gradient is summed over ranks beside the weight gradient."""
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
     gathered = GatheredRows(rows) if gather_input and for_weight else None
@@ -67,7 +68,7 @@ def column_backward(
 def row_forward(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scattered: bool, chunks: int | None
 ) -> torch.Tensor:
-    """Return the sum over the ranks of their products: of this rank's rows if ``scattered``, else of all rows."""
+    """Return the sum of all ranks' products: this rank's rows of it if ``scattered``, otherwise all rows."""
     if scattered:
         output = summed_product(_rows(input), weight.t(), bias, chunks, waits_at_once=True)()
     else:
@@ -85,7 +86,7 @@ def row_backward(
     wanted: tuple[bool, bool, bool],
     writer: GradientWriter | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`row_forward`; that of the bias is this rank's share, from its part of the rows."""
+    """Return the gradients of :func:`row_forward`. The bias gradient is this rank's share, from its part of the rows."""
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
     of_input = of_bias = gathered = None
@@ -105,7 +106,10 @@ def row_backward(
 
 
 def rows_of_bias(grad: torch.Tensor, *, column: bool, scattered: bool) -> torch.Tensor:
-    """Return the rows of which this rank's gradient of the bias is the sum: its part of a reduced output that all ranks have."""
+    """Return the rows whose sum is this rank's bias gradient.
+
+    Every rank has all rows of an all-reduced output, so each takes 1/W of them. In the other cases these are all of ``grad``.
+    """
     rows = _rows(grad)
     if column or scattered:
         return rows
@@ -114,7 +118,7 @@ def rows_of_bias(grad: torch.Tensor, *, column: bool, scattered: bool) -> torch.
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with one row for each vector of features."""
+    """Return ``x`` as a matrix (rows, features)."""
     return x.reshape(-1, x.shape[-1])
 
 

@@ -1,16 +1,17 @@
-"""Products whose input rows come from, or whose output rows go to, other ranks, while the product is computed.
+"""Matrix products that overlap with communication: input rows arrive from other ranks, or output rows are sent to them, meanwhile.
 
-Each of the W ranks of the tensor-parallel group has an equal part of the rows, in the order of the ranks. Inputs are matrices, of
-rows and features, and ``factor`` is (features, output features). Nothing here is known to autograd.
+Each of the W ranks of the tensor-parallel group has an equal part of the rows, in the order of the ranks. Inputs are matrices
+(rows, features), and ``factor`` is (features, output features). Autograd does not record these functions: linear_products.py calls
+them in forward and in backward.
 
-[Note: order of the pieces] A rank begins with what needs nobody: it multiplies its own rows while those of the others
-arrive, and computes the rows of the others first, so that they travel while it computes its own. In step s it receives from
-rank r - s and sends to rank r + s, so that in each step every rank sends and receives as much as every other. A piece is
-the rows of one rank, or one of ``chunks`` parts of them: of fewer where the product of a rank's own rows, or that for the gradient
-of the weight, lasts longer than the rows travel.
+[Note: order of the pieces] Where rows are gathered, a rank first multiplies its own rows, while the rows of the others arrive.
+Where the output is scattered, a rank computes the other ranks' rows first, so that these travel while it computes its own. In step
+s rank r receives from rank r - s and sends to rank r + s, so in each step every rank sends and receives the same amount. A piece
+is all rows of one rank, or one of up to ``chunks`` parts of them. There are fewer parts where rows arrive early enough anyway,
+because the product computed meanwhile (of a rank's own rows, or for the weight gradient) takes longer than the transfer.
 
-Memory is allocated where the computation is queued, before the lane is told to start after it: see [Note: buffer lifetime] in
-bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
+Memory is allocated on the computation's stream, before the lane is told to start after that stream: see [Note: buffer lifetime]
+in bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from bmt_tp.row_transfers import Piece, UnderWay, begin_transfer, part_of
 from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 MIN_ROWS = 4096
-"""Rows of the smallest piece on CUDA. A product of fewer rows does not keep the device busy, and costs more than it hides."""
+"""Rows of the smallest piece on CUDA. A product of fewer rows leaves the device idle for longer than the overlap saves."""
 
 
 class GatheredRows:
-    """The rows of all ranks; ``rows`` are this rank's. They start to travel when the object is made. Collective.
+    """The rows of all ranks, valid until :meth:`end`; ``rows`` are this rank's.
 
-    They are there until :meth:`end`. Volume: each rank receives (W - 1) * rows.
+    The transfer starts when the object is made. Collective. Volume: each rank receives (W - 1) * rows.
     """
 
     def __init__(self, rows: torch.Tensor, chunks: int | None = 1) -> None:
@@ -43,7 +44,7 @@ class GatheredRows:
             self._transfer.start(part_of(self._own, piece.part), piece)
 
     def wait(self) -> torch.Tensor:
-        """Return the rows of all ranks, (W * rows, ...), when they are there."""
+        """Wait for the remaining rows and return the rows of all ranks, (W * rows, ...)."""
         self._transfer.wait()
         self._transfer.of_ranks[self._rank].copy_(self._own)
         return self._transfer.all_rows.flatten(0, 1)
@@ -60,7 +61,7 @@ class GatheredRows:
         return output
 
     def end(self) -> None:
-        """Let go of the rows, which everything that reads them has been given to."""
+        """Release the memory of the rows. All work that reads them must have been queued."""
         self._transfer.end()
 
 
@@ -72,10 +73,11 @@ def summed_product(
     *,
     waits_at_once: bool = False,
 ) -> Callable[[], torch.Tensor]:
-    """Start ``input factor`` of (W * rows, in), whose sum over the ranks is scattered: each gets its (rows, out), plus ``bias``.
+    """Start ``input factor`` of (W * rows, in), and reduce-scatter it: each rank gets its rows (rows, out), plus ``bias``.
 
-    Return a function that waits for the parts of the sum and adds them up, in float32, rounded once. ``waits_at_once``: the caller
-    computes nothing before, so that parts travel in ``chunks``. Collective. Volume: each rank sends (W - 1) * rows.
+    Return a function that waits for the other ranks' terms and adds them in float32, rounding once. ``waits_at_once`` says that the
+    caller computes nothing before it calls this function; only then rows are sent in ``chunks``. Collective. Volume: each rank
+    sends (W - 1) * rows.
     """
     ranks = tensor_ranks()
     inputs = input.chunk(ranks.size)
@@ -83,7 +85,8 @@ def summed_product(
     transfer = begin_transfer(ranks, input, shape)
     parts, sent = transfer.of_ranks, input.new_empty(shape).unbind()
     pieces = _pieces(ranks, inputs[0], chunks if waits_at_once else 1, _min_rows(input))
-    # The product of this rank's rows can add what has arrived of one other rank, if that has the time to arrive meanwhile.
+    # With two ranks, the product of this rank's rows can add the other rank's term (addmm), if something hides its transfer:
+    # other work of the caller, or earlier pieces.
     adds = ranks.size == 2 and not (waits_at_once and len(pieces) == 1)
     for piece in pieces:
         outgoing = part_of(sent[piece.to], piece.part)
@@ -111,12 +114,12 @@ def summed_product(
 def reduced_product(
     input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, chunks: int | None
 ) -> Callable[[], torch.Tensor]:
-    """Start ``input factor`` of (n, in), whose sum over the ranks every rank gets, (n, out), plus ``bias``.
+    """Start the product ``input factor`` of (n, in), and all-reduce it: every rank gets (n, out), plus ``bias``.
 
     Return a function that waits for the sum, which the backend forms in the input's dtype.
 
-    The rows are computed in ``chunks``, each of which is summed while the next is computed. Collective. Volume: an
-    all-reduce of n * out.
+    The rows are computed in up to ``chunks`` parts; one is summed while the next is computed. Collective. Volume: an all-reduce of
+    n * out.
     """
     ranks = tensor_ranks()
     output = input.new_empty((len(input), factor.shape[1]))
@@ -142,7 +145,7 @@ def _product(input: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _pieces(ranks: TensorRanks, rows: torch.Tensor, chunks: int | None, least: int) -> tuple[Piece, ...]:
-    """Return the exchanges of ``rows`` of each rank, in the order of the pieces: see the note on it."""
+    """Return the exchanges of the rows of all ranks: see [Note: order of the pieces]."""
     return _pieces_of(ranks.rank, ranks.size, rows.shape[0], chunks, least)
 
 
@@ -161,7 +164,7 @@ def _min_rows(input: torch.Tensor) -> int:
 
 
 def _parts(rows: int, chunks: int | None, least: int) -> list[slice | None]:
-    """Cut ``rows`` into ``chunks`` parts of nearly equal size, but none of less than ``least``; None: as many as suit a GPU.
+    """Cut ``rows`` into ``chunks`` parts of nearly equal size, each of at least ``least`` rows; None: of at least MIN_ROWS, too.
 
     >>> _parts(5, 2, 1), _parts(8192, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
     ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 4096, None), slice(4096, 8192, None)], [None], [])

@@ -1,27 +1,28 @@
-"""Rows copied into the memory of the other ranks' devices, where all ranks of the group are processes of one host.
+"""Rows copied directly into the memory of the other ranks' GPUs. All ranks of the group are processes of one host.
 
-NCCL's kernel needs multiprocessors, and a product may hold all of them: what was queued beside it then runs after it. Copies by
-the copy engine run beside any product, and cost the host less.
+NCCL's kernels need multiprocessors. A product may occupy all of them, and then a collective queued beside it runs after it. Copies
+by the GPU's copy engine run beside any product, and cost the host less time.
 
-[Note: inboxes] Each rank has memory on its device, of :data:`INBOXES` equal parts, that the others can write to. A transfer uses
-the next part on every rank, as all ranks make the same transfers in the same order. Counters order the copies. They lie in
-memory of the host that all ranks share; streams write them and wait for them, and a thread of each rank watches them:
+[Note: inboxes] Each rank has :data:`INBOXES` inboxes: equal parts of one allocation on its GPU, to which the other ranks can write.
+All ranks make the same transfers in the same order, and each transfer uses the next inbox, the same on every rank. Counters order
+the copies. They are in host memory that all ranks share. Streams write them and wait for them, and a thread of each rank watches
+them:
 
-- ``full(receiver, sender)``: how many pieces the sender has copied into the receiver's memory;
-- ``free(receiver, i)``: how many transfers the receiver's i-th inbox has served to the end. A copy for the n-th waits until that
-  is n - 1.
+- ``full(receiver, sender)``: how many pieces the sender has copied into the receiver's inboxes;
+- ``free(receiver, i)``: how many transfers have ended in the receiver's i-th inbox. The copies of its n-th transfer wait until the
+  counter is n - 1.
 
-If the next inbox is in use by a transfer that has not ended, the transfer goes through the lane; so does one that is captured for
-a CUDA graph, whose counters would not count.
+A transfer goes through the lane instead if the next inbox is still used by a transfer that has not ended, and while a CUDA graph is
+captured, because a replay would write the same counter values again.
 
-[Note: what was sent] When a transfer ends, the computation either waits until this rank's rows have been copied, or they are kept
-until a later transfer shows that they have been: a rank sends its pieces of that after it has waited for all pieces of the
-first. So rows that somebody may write to are waited for, and others are kept.
+[Note: what was sent] When a transfer ends, copies may still read the rows that this rank sent. Rows that the caller may write to
+are waited for: the computation waits until they are copied. Other rows are only kept in memory, until a later transfer proves that
+they are copied: a rank sends the pieces of a later transfer after it has waited for all pieces of this one.
 
-[Note: when a rank fails] A stream that waits for a counter would wait for ever when the other rank does not come. So the thread
-ends the transfers when pieces are missing and no counter has moved for the run's timeout; soon, when a rank has left or this one
-is about to; and at once when the run has failed already. It lifts all counters, which lets all streams go on, and from then on
-every transfer raises, on every rank.
+[Note: when a rank fails] A stream that waits for a counter waits for ever if the other rank does not come. So the thread ends the
+transfers when pieces are missing and no counter has changed for the run's timeout. It waits only :data:`_PATIENCE` seconds if a
+rank has left or this rank is shutting down, and not at all if the run has failed already. To end them it raises all counters above
+every value that a stream waits for, so that all streams go on. From then on every transfer raises, on every rank.
 """
 
 from __future__ import annotations
@@ -51,24 +52,24 @@ INBOXES = 3
 _ALIGNMENT = 512  # bytes
 _MOST_VIEWS = 1024
 _LIFT = 1 << 30
-_PERIOD = 0.25  # seconds between two looks of the thread
-_PATIENCE = 3.0  # seconds for which what is under way may stand still when a rank has left
+_PERIOD = 0.25  # seconds between two checks of the thread
+_PATIENCE = 3.0  # seconds without a change of a counter until transfers fail, once a rank has left
 
 
 class Inbox(NamedTuple):
-    """The memory of one transfer, and where it is among the counters."""
+    """The memory of one transfer, and its numbers for the counters."""
 
     view: View
     number: int
     use: int
     position: int
-    """The transfer is the run's so many-th."""
+    """The number of the transfer in the run, from 1."""
     computation: int
-    """The address of the stream that fills, awaits and reads it."""
+    """The address of the stream that computes what is sent and reads what arrives."""
 
 
 class PeerRows:
-    """The inboxes of this rank, and the way into those of the others."""
+    """The inboxes of this rank, and copies into those of the other ranks."""
 
     def __init__(self, runtime: Runtime, group: Group, lane: CudaLane, link: PeerLink, counters: _Counters) -> None:
         self.lane = lane
@@ -78,7 +79,7 @@ class PeerRows:
         self._counters = counters
         self._device = runtime.device
         self._memory: _Memory | None = None
-        self._too_much = WRAP**2  # bytes of an inbox that could not be made
+        self._too_much = WRAP**2  # the size in bytes at which making inboxes last failed
         self._is_closed = False
         ranks = range(group.size)
         self._sent = [0] * group.size
@@ -90,14 +91,15 @@ class PeerRows:
         self._is_in_use = [False] * INBOXES
         self._next = 0
         self._begun = 0
-        self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()  # by the last transfer that had begun then
+        # (number of the last transfer that had begun when the rows were put here, rows): see [Note: what was sent]
+        self._kept: deque[tuple[int, Sequence[torch.Tensor]]] = deque()
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
         self._watch = _Watch(runtime, counters, group, self._received)
 
     def inbox(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Inbox | None:
-        """Return the next inbox, for (W, rows, features); None if this transfer is to go through the lane. Collective.
+        """Return the next inbox, for (W, rows, features); None if this transfer must go through the lane. Collective.
 
-        It waits for the other ranks only where the inboxes must grow. Raises :class:`CallError` when transfers have failed.
+        Waits for the other ranks only if the inboxes must grow. Raises :class:`CallError` if transfers have failed.
         """
         self._watch.raise_failure()
         number = self._next
@@ -113,7 +115,7 @@ class PeerRows:
         return Inbox(view, number, self._uses[number], self._begun, stream_address(self._device.index))
 
     def send(self, inbox: Inbox, rows: torch.Tensor, to: int, first: int) -> None:
-        """Copy contiguous ``rows``, which the computation has been given, to rank ``to``: this rank's rows from ``first`` on."""
+        """Copy contiguous ``rows`` to rank ``to``, as this rank's rows from ``first`` on. Their computation is queued."""
         self._sent[to] += 1
         self._link.copy(
             rows.data_ptr(),
@@ -133,13 +135,14 @@ class PeerRows:
         return self._received[source]
 
     def wait(self, source: int, piece: int, computation: int) -> None:
-        """Let the computation wait for that piece."""
+        """Let the stream ``computation`` wait for the piece of this number from ``source``."""
         self._link.wait(self._full[source], piece & WRAP, computation)
 
     def end(self, inbox: Inbox, sent: Sequence[torch.Tensor], *, waits: bool) -> None:
-        """Let the others write to the inbox after what the computation has been given, which has waited for all pieces.
+        """Give the inbox back to the other ranks, after all work that is queued on the computation's stream.
 
-        ``sent`` is what was sent, if anything. ``waits``: the computation waits until it is copied; else see [Note: what was sent].
+        The computation has waited for all pieces. ``sent`` are the rows that were sent. With ``waits`` the computation waits until
+        they are copied; otherwise they are kept: see [Note: what was sent].
         """
         if self._is_closed:
             return
@@ -154,7 +157,7 @@ class PeerRows:
                 self._kept.append((self._begun, sent))
 
     def close(self) -> None:
-        """End the transfers; what is under way is waited for as long as it moves."""
+        """End all transfers. Those under way are waited for as long as a counter changes."""
         self._watch.expect_little()
         torch.cuda.synchronize(self._device)
         self._watch.leave()
@@ -182,7 +185,7 @@ class PeerRows:
         return view
 
     def _has_grown(self, length: int) -> bool:
-        """Make inboxes of ``length`` bytes, or say that some rank could not. Collective; waits for all that is under way."""
+        """Make inboxes of ``length`` bytes on all ranks. Return False if some rank cannot. Collective; synchronises the device."""
         if length >= self._too_much:
             return False
         torch.cuda.synchronize(self._device)
@@ -191,7 +194,8 @@ class PeerRows:
             self._too_much = length
             _warn(self._group, f"there is no memory for rows of {length} bytes: {memory}")
             return False
-        if self._memory is not None:  # where nobody writes any more; a transfer that has not ended keeps what it reads
+        if self._memory is not None:
+            # Nobody writes to it any more, and a transfer that has not ended keeps its own view of it.
             self._memory.close(self._link)
         self._memory = memory
         self._views.clear()
@@ -199,7 +203,7 @@ class PeerRows:
 
 
 class View(NamedTuple):
-    """An inbox as rows, of ``row_bytes``: all, and those of each rank. ``targets``: where each rank has those of this rank."""
+    """An inbox as rows of ``row_bytes`` bytes. ``targets[r]`` is the address at which rank r's inbox takes this rank's rows."""
 
     all_rows: torch.Tensor
     of_ranks: tuple[torch.Tensor, ...]
@@ -208,7 +212,10 @@ class View(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """The inboxes, of ``length`` bytes each; ``starts``: where those of each rank begin, the others' in what was ``opened``."""
+    """The inboxes of this rank, of ``length`` bytes each.
+
+    ``starts[r]`` is the address of rank r's inboxes; ``opened`` are the mappings of the other ranks' memory, to be closed.
+    """
 
     bytes: torch.Tensor
     length: int
@@ -221,9 +228,10 @@ class _Memory(NamedTuple):
 
 
 class _Counters:
-    """See [Note: inboxes]. ``failed`` is not 0 when the transfers have failed; that of a rank which has left is not 0, either."""
+    """The shared counters: one that says that transfers have failed, one per rank that has left, and those of [Note: inboxes]."""
 
     failed = 0
+    """Index of the counter that is not 0 once the transfers have failed."""
 
     def __init__(self, path: Path, size: int, link: PeerLink) -> None:
         self._size = size
@@ -232,11 +240,11 @@ class _Counters:
 
     @staticmethod
     def count(size: int) -> int:
-        """Return how many a group of ``size`` ranks has."""
+        """Return the number of counters of a group of ``size`` ranks."""
         return 1 + size * (1 + size + INBOXES)
 
     def left(self, rank: int) -> int:
-        """Return the index of what is not 0 when that rank has left."""
+        """Return the index of the counter that is not 0 once this rank has left."""
         return 1 + rank
 
     def free_index(self, receiver: int, number: int) -> int:
@@ -248,16 +256,16 @@ class _Counters:
         return 1 + self._size * (1 + receiver) + sender
 
     def full(self, receiver: int, sender: int) -> int:
-        """Return where the device finds it."""
+        """Return the device address of ``full``."""
         return self.shared.address(self.full_index(receiver, sender))
 
     def free(self, receiver: int, number: int) -> int:
-        """Return where the device finds it."""
+        """Return the device address of ``free``."""
         return self.shared.address(self.free_index(receiver, number))
 
 
 class _Watch:
-    """The thread of [Note: when a rank fails]. ``expected``: how many pieces this rank has waited for or will, of each rank."""
+    """The thread of [Note: when a rank fails]. ``expected``: how many pieces this rank has expected so far from each rank."""
 
     def __init__(self, runtime: Runtime, counters: _Counters, group: Group, expected: list[int]) -> None:
         self._calls = runtime.calls
@@ -266,7 +274,7 @@ class _Watch:
         self._group = group
         self._expected = expected
         self._failure = ""
-        self._seen = counters.shared.values()  # before any rank has lifted them
+        self._seen = counters.shared.values()  # the last values before a failure raised the counters
         self._is_leaving = False
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bmt-tp-rows", daemon=True)
@@ -278,11 +286,11 @@ class _Watch:
             raise CallError(self._failure or _FAILED_ELSEWHERE)
 
     def expect_little(self) -> None:
-        """Learn that this rank is about to leave: what is under way may go on as long as something moves."""
+        """Say that this rank is shutting down: from now on transfers may stand still for ``_PATIENCE`` seconds only."""
         self._is_leaving = True
 
     def leave(self) -> None:
-        """Tell the others that this rank has left, with nothing under way, and end the thread."""
+        """End the thread, and tell the other ranks that this rank has left. No transfer may be under way."""
         self._is_stopping.set()
         self._thread.join()
         self._counters.shared[self._counters.left(self._group.rank)] = 1
@@ -306,14 +314,14 @@ class _Watch:
         return now != before
 
     def _is_missing(self) -> bool:
-        """Whether a piece that this rank expects has not arrived; pieces that it does not expect yet may have."""
+        """Whether a piece that this rank expects has not arrived. A sender may also be ahead, with more pieces than expected."""
         rank, shared = self._group.rank, self._counters.shared
         arrived = [shared[self._counters.full_index(rank, source)] for source in range(self._group.size)]
         missing = [(expected - count) & WRAP for expected, count in zip(self._expected, arrived, strict=True)]
         return any(0 < number < _LIFT for number in missing)
 
     def _reason(self, still: float) -> str:
-        """Return why the transfers have failed when nothing has moved for ``still`` seconds; empty if they have not."""
+        """Return why the transfers have failed, or an empty text; no counter has changed for ``still`` seconds."""
         if self._counters.shared[_Counters.failed]:
             return _FAILED_ELSEWHERE
         if self._calls is not None and self._calls.watch.failure is not None:
@@ -336,7 +344,7 @@ class _Watch:
             self._calls.watch.fail(self._failure, self._calls.store.clone())
 
     def _lift(self) -> None:
-        """Let every stream go on. Again and again, because a stream that goes on writes counters, too."""
+        """Raise the counters so that no stream waits. Repeated, because a stream that goes on writes its counters again."""
         for index in range(1 + self._group.size, len(self._seen)):
             self._counters.shared[index] = self._seen[index] + _LIFT
 
@@ -345,7 +353,7 @@ _FAILED_ELSEWHERE = "The exchange of rows between tensor-parallel ranks has fail
 
 
 def connected(runtime: Runtime, group: Group, lane: CudaLane) -> PeerRows | None:
-    """Return the inboxes of ``group``; None, and a warning, if its ranks cannot write to each other's memory. Collective."""
+    """Return the :class:`PeerRows` of ``group``, or warn and return None if its ranks cannot share GPU memory. Collective."""
     link, problem = _link_or_problem(runtime)
     counters: _Counters | None = None
     path: Path | None = None
@@ -388,7 +396,7 @@ def _file_or_problem(count: int) -> tuple[Path | None, str]:
 
 
 def _shared_memory(link: PeerLink, group: Group, length: int, device: torch.device) -> _Memory | str:
-    """Return inboxes of ``length`` bytes on every rank, or on every rank why one could not make them. Collective."""
+    """Return inboxes of ``length`` bytes, or, on every rank, a text that says why one rank could not make them. Collective."""
     problem, handle, offset = "", b"", 0
     memory: torch.Tensor | None = None
     try:

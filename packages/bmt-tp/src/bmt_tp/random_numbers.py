@@ -1,8 +1,9 @@
-"""``own_random_numbers``: draws that differ between the ranks along ``tp``.
+"""``own_random_numbers``: random numbers that differ between the ranks along ``tp``.
 
-Ranks along ``tp`` see the same data, and draw the same random numbers, so that what each of them holds whole stays alike.
-Where each holds its own rows or features of an activation, dropout must differ. What a rank draws there follows from one number
-that all ranks draw alike, so that a recomputation that repeats the generators' states repeats it too.
+Ranks along ``tp`` see the same data and draw the same random numbers, so that activations which every rank holds whole stay equal.
+Where each rank holds its own rows or features of an activation, dropout masks must differ. A rank's own random numbers there are
+seeded by one number that all ranks draw from the common generator. A recomputation restores this generator, and so draws the same
+masks again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def own_random_numbers() -> Iterator[None]:
         yield
         return
     topology = current().topology
-    # With the data rank, for a Block that is called inside takes this stream for that of its data rank.
+    # The seed depends on the data rank too: a Block called inside treats the current stream as its data rank's own.
     place = topology.data_rank * tensor_size() + topology.axis_rank(AXIS)
     seed = rank_seed(int(torch.randint(2**62, ())), place)
     generators = [torch.default_generator]

@@ -1,4 +1,4 @@
-"""Activations whose rows, dim 0, are gathered or taken apart."""
+"""Collectives on the rows (dim 0) of activations: gather and split, and their gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bmt_tp.tensor_group import tensor_group
 
 @never_compiled
 def own_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows (T/W, ...) of rows (T, ...), alike on all ranks. Backward gathers gradients, and is collective."""
+    """Return this rank's rows (T/W, ...) of rows (T, ...) that all ranks have. Backward gathers gradients: a collective."""
     own: torch.Tensor = _OwnRows.apply(x, tensor_group())  # type: ignore[no-untyped-call]
     return own
 
@@ -25,19 +25,18 @@ def own_rows(x: torch.Tensor) -> torch.Tensor:
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
     """Gather the rows (T/W, ...) of each rank into all rows (T, ...).
 
-    All ranks compute the same from them, so backward takes this rank's rows of the gradient. Collective. Volume: (W - 1)/W of the
-    result.
+    For code that computes the same on all ranks: backward takes this rank's rows of the gradient. Collective. Volume: (W - 1)/W
+    of the result.
     """
     gathered: torch.Tensor = _GatherRows.apply(x, tensor_group())  # type: ignore[no-untyped-call]
     return gathered
 
 
 def gather_input_rows(x: torch.Tensor) -> torch.Tensor:
-    """Gather the rows (T/W, ...) of each rank into all rows (T, ...), for a function of which each rank computes a part.
+    """Gather the rows (T/W, ...) of each rank into all rows (T, ...), as the input of products that are split over the ranks.
 
-    Such as the output features of a product. Backward sums the gradients of all ranks, in float32, and scatters the rows.
-
-    Collective, as is backward. Volume: (W - 1)/W of the result, each way.
+    Each rank computes other output features from the rows, so backward sums the gradients of all ranks, in float32, and gives each
+    rank its rows of the sum. Forward and backward are collective. Volume: (W - 1)/W of the result in each direction.
     """
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = _gathered_rows(x)
@@ -92,7 +91,7 @@ def _sum(x: torch.Tensor) -> torch.Tensor:
     return exchanged(parts, group).sum(0)
 
 
-# The same as operators of torch, for code that is compiled: see bmt_tp/compiled_linear.py.
+# gather_input_rows as custom operators, for torch.compile: see bmt_tp/compiled_linear.py.
 
 
 @torch.library.custom_op("bmt_tp::gathered_rows", mutates_args=())

@@ -1,8 +1,11 @@
-"""Rows that travel between the ranks of the tensor-parallel group while they compute.
+"""Rows that travel between the ranks of the tensor-parallel group while these compute.
 
-[Note: memory of a transfer] Where the rows of others arrive is there until :meth:`RowTransfer.end`, which is called when the
-computation has been given all that reads them, also when an exception passes. What a rank sends is kept until it has been read.
-Where it ``lends`` memory of its caller, who may write to it, the computation waits for that.
+"The computation" is the stream on which the products run; "queued" means handed to a stream.
+
+[Note: memory of a transfer] The memory in which rows arrive is valid until :meth:`RowTransfer.end`. The caller ends a transfer when
+all work that reads the rows is queued; a transfer dropped by an exception ends itself. Memory that a rank sends from is kept until
+it has been read. A transfer that ``lends`` sends from memory of its caller, who may write to it afterwards: at its end the
+computation waits until that memory has been read.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from bmt_tp.tensor_group import TensorRanks
 
 
 class Piece(NamedTuple):
-    """One exchange: which rows go to which rank, and which rows come from which; ``part`` None is all rows of a rank."""
+    """One exchange: rows go to rank ``to``, and rows of rank ``source`` arrive; ``part`` None is all rows of a rank."""
 
     to: int
     source: int
@@ -29,24 +32,24 @@ class Piece(NamedTuple):
 
 
 class RowTransfer(ABC):
-    """Rows of other ranks on their way to this one, and of this rank to them. All ranks of the group make it together."""
+    """Rows that travel between this rank and the others. All ranks of the group make the same transfers in the same order."""
 
     all_rows: torch.Tensor
-    """(W, rows, features), where the rows of the others arrive. Those of this rank are for the caller to write."""
+    """The memory (W, rows, features) in which the other ranks' rows arrive. The caller writes this rank's rows."""
     of_ranks: tuple[torch.Tensor, ...]
-    """The W parts of it."""
+    """``all_rows`` as W tensors (rows, features)."""
 
     @abstractmethod
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
-        """Send ``rows``, which the computation has been given by now, and receive those of ``piece``."""
+        """Send ``rows``, whose computation is queued, and receive the rows of ``piece``."""
 
     @abstractmethod
     def wait_for_next(self) -> None:
-        """Let the computation wait for the first piece that it has not waited for."""
+        """Let the computation wait for the next piece, in the order in which pieces were started."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Let the computation wait for the rest."""
+        """Let the computation wait for all remaining pieces."""
 
     @abstractmethod
     def end(self) -> None:
@@ -54,9 +57,9 @@ class RowTransfer(ABC):
 
 
 class UnderWay:
-    """What the lane has been given, in order, with the memory that it reads and writes.
+    """The operations queued in the lane, in order, each with the memory that it reads and writes.
 
-    The memory is kept until the computation has waited, also when an exception passes.
+    The memory is kept until the computation has waited for the operation, even if an exception drops this object.
     """
 
     def __init__(self) -> None:
@@ -67,23 +70,23 @@ class UnderWay:
         self._marks.append((mark, memory))
 
     def wait_for_next(self) -> None:
-        """Wait for the first that nobody has waited for."""
+        """Wait for the first operation that has not been waited for."""
         self._marks[0][0].wait()
         self._marks.popleft()
 
     def wait(self) -> None:
-        """Wait for the rest."""
+        """Wait for all remaining operations."""
         while self._marks:
             self.wait_for_next()
 
     def __del__(self) -> None:
-        # On the CPU memory belongs to no stream, and the peer of a rank that failed may never come.
+        # Not on the CPU: memory belongs to no stream there, and the wait would block for a rank that has failed.
         if self._marks and self._marks[0][1][0].is_cuda:
             self.wait()
 
 
 class LaneTransfer(RowTransfer):
-    """A transfer by exchanges of the group in the lane: works everywhere."""
+    """A transfer by sends and receives of the backend, queued in the lane. Works on every device and backend."""
 
     def __init__(self, ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int]) -> None:
         self._ranks = ranks
@@ -108,7 +111,7 @@ class LaneTransfer(RowTransfer):
 
 
 class PeerTransfer(RowTransfer):
-    """A transfer by copies into the other ranks' memory: see :mod:`bmt_tp.peer_rows`."""
+    """A transfer by copies into the memory of the other ranks' GPUs: see :mod:`bmt_tp.peer_rows`."""
 
     def __init__(self, peers: PeerRows, inbox: Inbox, *, lends: bool) -> None:
         self._peers = peers
@@ -147,7 +150,7 @@ class PeerTransfer(RowTransfer):
 def begin_transfer(
     ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int], *, lends: bool = False
 ) -> RowTransfer:
-    """Return a transfer of (W, rows, features), in the dtype and on the device of ``like``. Collective.
+    """Return a transfer of ``shape`` (W, rows, features), in the dtype and on the device of ``like``. Collective.
 
     ``lends``: see [Note: memory of a transfer].
     """
@@ -164,7 +167,7 @@ def part_of(rows: torch.Tensor, part: slice | None) -> torch.Tensor:
 
 
 def _peers(ranks: TensorRanks) -> PeerRows | None:
-    """Return the way into the other ranks' memory, looked for at the first transfer of the run; None: there is none."""
+    """Return the connection to the other ranks' GPU memory, made at the run's first transfer; None if it cannot be made."""
     if not _found:
         runtime, lane = current(), ranks.lane
         assert isinstance(lane, CudaLane)

@@ -1,4 +1,4 @@
-"""Counters in memory of the host that several processes and their devices share."""
+"""Counters in host memory that several processes and their devices share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from bmt_core.ops import PeerLink
 
 _DIRECTORY = Path("/dev/shm")
-_APART = 16  # words from one to the next, each in a cache line of its own
+_APART = 16  # words between two counters, so that each has a cache line of its own
 _WORD = 4
 WRAP = (1 << 32) - 1
-"""Counters are numbers of 32 bits, which begin again at 0."""
+"""The largest value of a counter. Counters have 32 bits; after this value comes 0."""
 
 
 class SharedCounters:
-    """``count`` counters, all 0 at first, in a file that lies in memory."""
+    """``count`` counters, all 0 at first, in a memory-mapped file of /dev/shm."""
 
     def __init__(self, path: Path, count: int) -> None:
         with path.open("r+b") as file:
@@ -38,27 +38,27 @@ class SharedCounters:
         self._words[index * _APART] = value & WRAP
 
     def values(self) -> list[int]:
-        """Return all."""
+        """Return the values of all counters."""
         return self._words[: self._count * _APART : _APART].tolist()
 
     def map(self, link: PeerLink) -> None:
-        """Let the device of ``link`` write to them and wait for them. Raises ``RuntimeError`` if it cannot."""
+        """Map the counters into the address space of ``link``'s device. Raises ``RuntimeError`` if it cannot."""
         self._on_device = link.mapped(self._bytes.data_ptr(), self._bytes.nbytes)
         self._link = link
 
     def address(self, index: int) -> int:
-        """Return where the device finds that counter."""
+        """Return the counter's address on the device."""
         return self._on_device + index * _APART * _WORD
 
     def unmap(self) -> None:
-        """Take them from the device, which does not use them any more."""
+        """Undo :meth:`map`. The device must not use the counters any more."""
         if self._link is not None:
             self._link.unmap(self._bytes.data_ptr())
             self._link = None
 
 
 def new_counters_file(count: int) -> Path:
-    """Make the file of ``count`` counters, for the processes of this host; raises ``OSError``. Whoever makes it deletes it."""
+    """Make a file of ``count`` counters for the processes of this host. The caller deletes it. Raises ``OSError``."""
     descriptor, name = tempfile.mkstemp(prefix="bmt-", dir=_DIRECTORY)
     with os.fdopen(descriptor, "wb") as file:
         file.write(bytes(_length(count)))
@@ -66,5 +66,5 @@ def new_counters_file(count: int) -> Path:
 
 
 def _length(count: int) -> int:
-    """Return the bytes of the file: whole pages, as only those can be given to a device."""
+    """Return the size of the file in bytes: whole pages, because only whole pages can be mapped to a device."""
     return -(-count * _APART * _WORD // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""The ranks that compute the layers of one model together: the tensor-parallel group of this rank."""
+"""The tensor-parallel group of this rank: the ranks that compute the layers of one model together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ AXIS = "tp"
 
 
 class TensorRanks(NamedTuple):
-    """The tensor-parallel group, the lane in which activations travel beside the products, and the group of that lane.
+    """The tensor-parallel ``group`` with its ``size`` and this rank's place in it.
 
-    ``size`` and ``rank`` are those of the group.
+    ``lane`` is the stream on which rows travel beside products; ``in_lane`` is the same group with the lane's own communicator.
     """
 
     group: Group
@@ -26,7 +26,7 @@ class TensorRanks(NamedTuple):
 
 
 def tensor_ranks() -> TensorRanks:
-    """Return those of the current run. Every product asks for them several times, so they are looked up once."""
+    """Return the tensor-parallel ranks of the current run. Every product asks several times, so the answer is kept."""
     return _ranks if _ranks is not None else _looked_up()
 
 

@@ -1,9 +1,9 @@
-"""Plans: data that says how a plain torch model is cut over the ranks along ``tp``, and ``parallelize``, which does it.
+"""Plans, which describe how a plain torch model is split over the ranks along ``tp``, and ``parallelize``, which splits it.
 
-- ``plan``: :class:`Plan`, patterns of module names; ``styles``: what it says about the parameters of a module.
-- ``hugging_face``: the plans that are ready.
-- ``matching``: what a plan says about each module of a model, and all checks.
-- ``parallelize``: changes the model; ``split_layers`` and ``activations`` are the classes that its modules get.
+- ``plan``: :class:`Plan` maps patterns of module names to styles; ``styles``: how the parameters of one module are split.
+- ``hugging_face``: plans for Hugging Face's models.
+- ``matching``: applies the patterns of a plan to a model, and checks everything.
+- ``parallelize``: changes the model. ``split_layers`` and ``activations`` have the classes that are put in front of its modules'.
 """
 
 from __future__ import annotations

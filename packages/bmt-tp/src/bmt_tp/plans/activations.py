@@ -1,6 +1,6 @@
-"""``ActivationChange``: a module that takes, or returns, activations in another layout than the code around it.
+"""``ActivationChange``: a module whose input or output has another layout than the code around it.
 
-How activations lie where: see :class:`bmt_tp.plans.Plan`.
+:class:`bmt_tp.plans.Plan` describes the layouts.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from bmt_tp.tensor_group import tensor_size
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What happens to the first argument of a module, and to its output."""
+    """How the first argument and the output of a module change their layout."""
 
     argument: str
     """Name of the first argument."""
     input: Literal["own_rows"] | Layout | None = None
-    """Take whole activations to this rank's rows, or gather rows for products of this rank, in a layout."""
+    """``own_rows``: keep this rank's rows of whole activations. A layout: gather the rows of all ranks into it. None: no change."""
     output_is_whole: bool = False
-    """Gather the rows of the output, alike for every rank."""
+    """Gather the rows of the output, so that every rank has all of them."""
     own_random_numbers: bool = False
-    """Draw other random numbers than the other ranks, in training: for dropout."""
+    """In training, draw other random numbers than the other ranks, for dropout."""
 
     def entering(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the first argument as the module takes it."""
+        """Return the first argument in the layout that the module expects."""
         if self.input is None:
             return x
         if self.input == "own_rows":
             _check_sequence(x, tensor_size())
             return own_rows(x.transpose(0, 1))
         gathered = gather_input_rows(x)
-        # Contiguous: several products read it, and each would copy it.
+        # Several products read it, and each would make its own contiguous copy.
         return gathered.transpose(0, 1).contiguous() if self.input == "batch_first" else gathered
 
     def leaving(self, output: Any) -> Any:
-        """Return the output as the code around the module takes it."""
+        """Return the output in the layout that the code around the module expects."""
         if not self.output_is_whole:
             return output
         return gather_rows(output).transpose(0, 1).contiguous()
 
 
 class ActivationChange(DistributedModule):
-    """A module, with this class before its own, that changes activations as its :class:`Change` says."""
+    """A class in front of a module's own, which changes the layout of its activations as the module's :class:`Change` says."""
 
-    # Not in forward(), which Block(compile=True) compiles.
+    # In __call__ and not in forward(), because Block(compile=True) compiles forward().
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change: Change = self.__dict__["_bmt_change"]
         if args:
@@ -67,6 +67,6 @@ class ActivationChange(DistributedModule):
 def _check_sequence(x: torch.Tensor, size: int) -> None:
     if x.dim() < 3 or x.shape[1] % size:
         raise ValueError(
-            f"Expected hidden states (batch, sequence, features) of a sequence that tp_size={size} divides, not of shape"
+            f"Expected hidden states (batch, sequence, features) with a sequence length that tp_size={size} divides, not of shape"
             f" {tuple(x.shape)}. Pad the sequences to a multiple of {size}, with attention_mask 0 and labels -100."
         )

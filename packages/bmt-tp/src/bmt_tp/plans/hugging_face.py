@@ -17,11 +17,11 @@ Value = TypeVar("Value")
 def plan_for(model: nn.Module, *, gather_logits: bool = True, split_vocabulary: bool = True) -> Plan:
     """Return the plan for a model of Hugging Face's GPT-2, Llama, Qwen2 or Qwen3 classes, with any head.
 
-    ``gather_logits``: every rank gets whole logits, so that the model's own loss works; without, its part of the vocabulary,
-    for ``FusedCrossEntropy(parallel=True)``. ``split_vocabulary`` False: embedding and head are whole on every rank, for a
-    vocabulary that tp does not divide.
+    With ``gather_logits`` every rank gets the logits of the whole vocabulary, so that the model's own loss works. Without, it gets
+    those of its part of the vocabulary, for ``FusedCrossEntropy(parallel=True)``. With ``split_vocabulary=False`` every rank holds
+    the whole embedding and head; use it if tp does not divide the vocabulary.
 
-    Raises :class:`ConfigError` for another class.
+    Raises :class:`ConfigError` for any other class.
     """
     base = getattr(model, "base_model", model)
     names = [kind.__name__ for kind in type(base).__mro__]
@@ -51,7 +51,10 @@ def plan_for(model: nn.Module, *, gather_logits: bool = True, split_vocabulary: 
 
 def _gpt2(base: Any, prefix: str, embedding: Style) -> Plan:
     if base.config.add_cross_attention:
-        raise ConfigError("The plan for GPT-2 has no cross-attention. Set add_cross_attention=False, or pass a plan.")
+        raise ConfigError(
+            "The plan for GPT-2 has no cross-attention, but the model's config has add_cross_attention=True."
+            " Set it to False, or pass a plan of your own."
+        )
     queries_keys_values = Column(heads="num_attention_heads", sections=(1, 1, 1), gather="batch_first")
     parameters: dict[str, Style] = {
         "wte": embedding,

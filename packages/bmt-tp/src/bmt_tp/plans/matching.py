@@ -1,4 +1,4 @@
-"""``match``: what a plan says about each module and parameter of a model. Nothing is changed here, nor communicated."""
+"""``match``: apply the patterns of a plan to the modules and parameters of a model. It changes and communicates nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bmt_tp.plans.styles import PlannedModule, Style
 
 @dataclass(frozen=True)
 class Claim:
-    """How a parameter lies along ``tp`` by the entry of the plan with this pattern; place None: as if no entry named it."""
+    """The locality that the plan's entry ``pattern`` gives to a parameter; place None: the parameter stays as it is."""
 
     pattern: str
     place: Locality | None
@@ -27,7 +27,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Match:
-    """What :func:`parallelize` is to do, by names of modules and parameters."""
+    """What :func:`parallelize` has to do, by the names of modules and parameters."""
 
     styles: dict[str, Style] = field(default_factory=dict)
     claims: dict[str, Claim] = field(default_factory=dict)
@@ -36,12 +36,12 @@ class Match:
 
 
 def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
-    """Return what ``plan`` says about ``model``; raise :class:`ConfigError` if it does not fit."""
+    """Return what ``plan`` says about ``model``. Raises :class:`ConfigError` if the plan does not fit."""
     found = Match()
     distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DistributedParameter)]
     if distributed:
         raise ConfigError(
-            f"{distributed[0]} is distributed already. Call parallelize() first, then make Blocks or wrap the model."
+            f"{distributed[0]} is distributed already. Call parallelize() on the plain model, then make Blocks or wrap it."
         )
     for pattern, style in plan.parameters.items():
         for name, module in _named_by(model, pattern):
@@ -61,7 +61,7 @@ def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether ``pattern`` names the module: each part between dots is matched by ``fnmatch``.
+    """Whether ``pattern`` matches the module's name. Each part between dots is matched by ``fnmatch``.
 
     >>> fits("layers.*.mlp", "layers.3.mlp"), fits("layers.*", "layers.3.mlp")
     (True, False)
@@ -71,10 +71,12 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def planned_number(planned: PlannedModule, attribute: str) -> int:
-    """Return an attribute that the plan divides."""
+    """Return the value of an attribute that :attr:`Plan.divided` names."""
     number = getattr(planned.module, attribute, None)
     if not isinstance(number, int):
-        raise planned.misfit(f"it has no number {attribute!r}, which the plan divides by tp_size.")
+        raise planned.misfit(
+            f"it has no number {attribute!r}, which the plan divides by tp_size. Name an attribute that counts heads or features."
+        )
     return number
 
 
@@ -85,7 +87,7 @@ def _named_by(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]
         near = difflib.get_close_matches(pattern, [name for name in named if name], 3, 0.3)
         raise ConfigError(
             f"Pattern {pattern!r} of the plan matches no module of {type(model).__name__}."
-            f" Modules with such names: {', '.join(near) or 'none'}. A * does not reach over a dot."
+            f" Modules with similar names: {', '.join(near) or 'none'}. A * matches no dot."
         )
     return ((name, named[name]) for name in found)
 
@@ -112,6 +114,7 @@ def _match_activations(found: Match, model: nn.Module, plan: Plan) -> None:
     if more:
         raise ConfigError(
             f"Pattern {plan.last!r} of the plan names several modules as the last one: {last[0]}, {more[0][0]}."
+            " Plan(last=...) must match exactly one."
         )
     found.changes[last[0]] = replace(change(*last), output_is_whole=True)
 
@@ -131,13 +134,13 @@ def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
             )
             raise ConfigError(
                 f"No entry of the plan names {name} of shape {tuple(parameter.shape)}, {where} of the layers ({plan.layers!r},"
-                f" {plan.last!r}). Name its module with a style, such as {style}. Only parameters of one dim inside of the"
-                " layers, those of norms, may be left out."
+                f" {plan.last!r}). Name its module with a style, such as {style}. Only 1-D parameters inside of the layers,"
+                " as norms have, may be left out."
             )
         other = first.setdefault(parameter, name)
         place, other_place = (c and c.place for c in (claim, found.claims.get(other)))
         if place != other_place:
             raise ConfigError(
-                f"{other} and {name} are one tied parameter, of which the plan says {other_place} and {place}."
-                " Give both the same cut."
+                f"{other} and {name} are one tied parameter, but the plan splits it differently: {other_place} and {place}."
+                " Give both modules styles with the same split."
             )

@@ -1,4 +1,4 @@
-"""``parallelize``: turn a plain torch model into one of which each rank along ``tp`` computes a part."""
+"""``parallelize``: split a plain torch model over the ranks along ``tp``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def parallelize(model: ModuleT, plan: Plan | None = None) -> ModuleT:
-    """Cut ``model`` over the ranks along ``tp`` as ``plan`` says, in place, and return it.
+    """Split ``model`` over the ranks along ``tp`` as ``plan`` says, in place, and return it.
 
-    Every rank holds the same values before, or a model on the meta device, and keeps its slices. Modules stay the same
-    objects under the same names, and a whole parameter keeps its shape: ``save`` writes, and ``load`` reads, the files of
-    the plain model. Then wrap the model, or put its layers into Blocks: what is cut is sharded over the other ranks, and
-    everything else over all ranks. Nothing is communicated.
+    Every rank must pass a model with the same values, or one on the meta device; each keeps its slices. Modules stay the same
+    objects with the same names, and ``save`` and ``load`` use the plain model's names and shapes. Afterwards wrap the model, or put
+    its layers into Blocks: split parameters are then sharded over the other ranks, and all others over all ranks. Nothing is
+    communicated.
 
-    ``plan``: default is that of :func:`plan_for`, which knows the model's class. With ``tp_size=1`` nothing changes.
+    ``plan`` is by default that of :func:`plan_for` for the model's class. With ``tp_size=1`` nothing changes.
 
     Raises :class:`ConfigError`, and leaves the model as it was, if the plan does not fit it.
     """

@@ -1,4 +1,4 @@
-"""``Plan``: which modules of a model become parallel layers, and how activations lie between them."""
+"""``Plan``: which modules of a model are split, and where activations change their layout."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from bmt_tp.plans.styles import Layout, Style
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How :func:`parallelize` cuts a model of consecutive layers over the ranks along ``tp``.
+    """How :func:`parallelize` splits a model of consecutive layers over the ranks along ``tp``.
 
-    Modules are named by patterns, of which each part between dots is matched by ``fnmatch``: ``*.mlp`` is ``a.mlp`` and not
-    ``a.b.mlp``. Activations lie in three ways:
+    Modules are named by patterns. ``fnmatch`` matches each part between dots: ``*.mlp`` matches ``a.mlp`` and not ``a.b.mlp``.
+    Activations have one of three layouts:
 
-    - outside of the layers (batch, sequence, features), alike on every rank;
-    - inside, between attention and feed-forward modules, this rank's rows, (sequence / tp, batch, features): norms, residual
-      sums and dropout work on them;
-    - inside of these modules, all positions of this rank's heads or features.
+    - outside of the layers: (batch, sequence, features), the same on every rank;
+    - inside of the layers, between attention and feed-forward modules: this rank's rows, (sequence / tp, batch, features). Norms,
+      residual sums and dropout work on them;
+    - inside of attention and feed-forward modules: all positions, with this rank's heads or features.
     """
 
     parameters: Mapping[str, Style]
-    """The modules whose parameters are cut, or which work on whole activations outside of the layers.
+    """The style of each module that has parameters, by pattern.
 
-    Every parameter has to be named by one of the patterns, except those of one dim inside of :attr:`layers` and :attr:`last`,
-    which stay as they are: norms.
+    Every parameter must be in a module that a pattern names. Only 1-D parameters inside of :attr:`layers` and :attr:`last`, as
+    norms have, may be left out; they stay as they are.
     """
 
     layers: str
-    """The consecutive layers. Each takes the hidden states first; those that the first one is given are made rows."""
+    """The consecutive layers. The first argument of each is the hidden states; the first layer splits them into rows."""
 
     last: str
-    """The module after which hidden states are whole again: the norm after the layers, or without one the last layer."""
+    """The module after which hidden states are whole again: the norm after the layers, or the last layer if there is no norm."""
 
     gathered: Mapping[str, Layout] = field(default_factory=dict)
-    """The modules inside of layers whose first input, rows, is gathered once for several :class:`Column` layers."""
+    """The modules inside of layers whose first argument (this rank's rows) is gathered once for several :class:`Column` layers."""
 
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The attributes of modules that count heads or features, and are to count those of this rank."""
+    """Attributes, by module, that count heads or features; :func:`parallelize` divides them by ``tp_size``."""

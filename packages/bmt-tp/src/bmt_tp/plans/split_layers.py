@@ -1,4 +1,4 @@
-"""Forwards of modules of which this rank has a slice of the weight; classes that stand before the module's own."""
+"""The classes that ``parallelize`` puts in front of a module's own class, with a forward for this rank's slice of the weight."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bmt_tp.tensor_group import tensor_group
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether ``module`` is Hugging Face's linear layer of a transposed weight, (in_features, out_features)."""
+    """Whether ``module`` is Hugging Face's Conv1D: a linear layer with the transposed weight (in_features, out_features)."""
     names = [(kind.__module__, kind.__name__) for kind in type(module).__mro__]
     return ("transformers.pytorch_utils", "Conv1D") in names
 
 
 class _SplitLinear(DistributedModule):
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight, (output features, input features), and bias."""
+        """Return the weight as (output features, input features), and the bias."""
         weight: torch.Tensor = self.weight
         return (weight if isinstance(self, nn.Linear) else weight.t()), self.bias
 
@@ -37,7 +37,7 @@ class ColumnSplit(_SplitLinear):
     """See :class:`bmt_tp.plans.Column`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Take this rank's rows, or all rows, to its output features of all rows."""
+        """Return all rows with this rank's output features, from this rank's rows if the style gathers, otherwise from all rows."""
         gather = style_of(self).gather
         if gather is None:
             return linear(input, *self._operands())
@@ -46,7 +46,7 @@ class ColumnSplit(_SplitLinear):
 
 
 class LinearColumnSplit(ColumnSplit):
-    """Of an ``nn.Linear``, whose gradients a Block can take where they are computed."""
+    """The same for ``nn.Linear``, where a Block sets ``layer_gradients`` to receive the weight's gradient directly."""
 
     layer_gradients: LayerGradients | None = None
 
@@ -55,7 +55,7 @@ class RowSplit(_SplitLinear):
     """See :class:`bmt_tp.plans.Row`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Take this rank's features of all rows to its rows of the sum."""
+        """Return this rank's rows of the output, from all rows with this rank's features."""
         rows = input.transpose(0, 1) if style_of(self).input == "batch_first" else input
         return parallel_linear(
             rows, *self._operands(), reduce_output_type=ReduceType.REDUCE_SCATTER, gradients=self._block_gradients()
@@ -63,7 +63,7 @@ class RowSplit(_SplitLinear):
 
 
 class LinearRowSplit(RowSplit):
-    """Of an ``nn.Linear``, whose gradients a Block can take where they are computed."""
+    """The same for ``nn.Linear``, where a Block sets ``layer_gradients`` to receive the weight's gradient directly."""
 
     layer_gradients: LayerGradients | None = None
 
@@ -72,7 +72,7 @@ class HeadSplit(_SplitLinear):
     """See :class:`bmt_tp.plans.Head`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Take whole activations to the logits of this rank's part of the vocabulary, or of all of it."""
+        """Return the logits of this rank's part of the vocabulary, or of all of it, from whole activations."""
         return parallel_linear(input, *self._operands(), gather_output=style_of(self).gather_output)
 
 
@@ -82,7 +82,7 @@ class VocabularySplit(DistributedModule):
     padding_idx: int | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Take ids, alike on every rank, to their vectors."""
+        """Return the vectors of ids; all ranks pass the same ids."""
         if not self.__dict__.get("_bmt_has_compared"):
             _check_alike(input)
             self.__dict__["_bmt_has_compared"] = True
@@ -90,13 +90,13 @@ class VocabularySplit(DistributedModule):
 
 
 def style_of(module: nn.Module) -> Any:
-    """Return the style by which :func:`parallelize` cut ``module``."""
+    """Return the style by which :func:`parallelize` split ``module``."""
     return module.__dict__["_bmt_style"]
 
 
 @never_compiled
 def _check_alike(ids: torch.Tensor) -> None:
-    """Raise ``ValueError`` if the ranks along tp have different ids. Collective; reads the device."""
+    """Raise ``ValueError`` if the ranks along tp have different ids. Collective; the host waits for the device."""
     group = tensor_group()
     place = torch.arange(1, ids.numel() + 1, device=ids.device)
     summary = torch.stack([place.sum(), ids.sum(), (ids.flatten() * place).sum()])
@@ -104,6 +104,6 @@ def _check_alike(ids: torch.Tensor) -> None:
     if not torch.equal(found, summary.expand_as(found)):
         raise ValueError(
             f"Ranks {', '.join(map(str, group.ranks))} compute one batch together, and were called with different ids"
-            f" (count, sum and weighted sum on each: {found.tolist()}). Choose a rank's data by its place among the ranks"
-            " that see different data: current().topology.data_rank of data_size, not rank() of world_size()."
+            f" (count, sum and weighted sum on each: {found.tolist()}). Choose a rank's data by"
+            " current().topology.data_rank and data_size, not by rank() and world_size()."
         )

@@ -1,6 +1,7 @@
-"""Styles: what an entry of a plan says about the parameters of a module.
+"""Styles: how a plan splits the parameters of one module.
 
-A style tells how each parameter lies along ``tp``, and which forward the module gets. It is checked before anything changes.
+A style says how each parameter is split along ``tp``, and which forward the module gets. All styles are checked before the model is
+changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Layout = Literal["batch_first", "sequence_first"]
 """The order of the dims of activations of all positions: (batch, sequence, features) or (sequence, batch, features)."""
 
 Places = dict[str, Locality | None]
-"""How each parameter of a module lies along ``tp``; None: as one that the plan does not name."""
+"""The locality along ``tp`` of each parameter of a module, by name. None: the parameter stays as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class PlannedModule:
     tp_size: int
 
     def misfit(self, text: str) -> ConfigError:
-        """Return the error that says what does not fit."""
+        """Return an error that names the module and its parameters, followed by ``text``."""
         shapes = [f"{name} of shape {tuple(p.shape)}" for name, p in self.module.named_parameters(recurse=False)]
         return ConfigError(
             f"{self.name}, a {type(self.module).__name__} with {', '.join(shapes) or 'no parameters'}: {text}"
@@ -58,38 +59,40 @@ class PlannedModule:
             return 0
         if is_conv1d(self.module):
             return 1
-        raise self.misfit(f"{style} is a style of nn.Linear and of Hugging Face's Conv1D.")
+        raise self.misfit(f"{style} is a style of nn.Linear and of Hugging Face's Conv1D. Choose another style for this module.")
 
     def number_of(self, heads: str | int) -> int:
-        """Return the number of heads that the plan gives, or names as an attribute of the model's config."""
+        """Return the number of heads; a plan gives the number, or the name of an attribute of the model's config."""
         if isinstance(heads, int):
             return heads
         found = getattr(self.config, heads, None)
         if not isinstance(found, int):
-            raise self.misfit(f"the model's config has no number {heads!r}, which the plan names as a number of heads.")
+            raise self.misfit(
+                f"the plan says heads={heads!r}, but the model's config has no such number. Give the number of heads itself."
+            )
         return found
 
 
 class Style(Protocol):
-    """What an entry of a plan says about the parameters of a module."""
+    """How a plan splits the parameters of one module."""
 
     def places(self, planned: PlannedModule) -> Places:
-        """Return how the module's parameters lie along ``tp``, or raise :class:`ConfigError` if they do not fit."""
+        """Return the locality of each parameter along ``tp``. Raises :class:`ConfigError` if the module does not fit the style."""
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """Return the class that gives the module its forward, to stand before the module's own."""
+        """Return the class with the module's new forward. It is put in front of the module's own class."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A linear layer of whose output features each rank computes its part.
+    """A linear layer that is split by its output features.
 
-    ``gather``: its input is this rank's rows, which are gathered beside the product, and the output is in the given
-    layout. Without, the input is that of a module that :attr:`Plan.gathered` names.
+    With ``gather`` the input is this rank's rows, gathered while the product is computed, and the output has the given layout.
+    Without, the input must have all rows already: the layer is inside a module that :attr:`Plan.gathered` names.
 
-    ``heads``: the output are features of so many heads, of which each rank gets whole ones; a number, or the name of one in
-    ``model.config``. ``sections``: the sizes, or their ratio, of consecutive parts of the output, each of which is cut by
-    itself: (1, 1, 1) for queries, keys and values in one matrix.
+    ``heads`` is the number of heads in the output, or its name in ``model.config``; tp must divide it, so that each rank gets whole
+    heads. ``sections`` are the sizes of consecutive parts of the output, or their ratio; each is split separately. Queries, keys
+    and values in one matrix are (1, 1, 1).
     """
 
     heads: str | int | None = None
@@ -117,15 +120,16 @@ class Column:
         """See :class:`Style`."""
         if is_conv1d(module):
             return ColumnSplit
-        # Without communication the forward of nn.Linear is right for a slice, and Blocks know it.
+        # Without communication, nn.Linear's own forward is right for a slice, and Blocks have a fast path for it.
         return DistributedModule if self.gather is None else LinearColumnSplit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A linear layer of whose input features each rank has its part, of all positions in the layout ``input``.
+    """A linear layer that is split by its input features. The input has all positions, in the layout ``input``.
 
-    The sum over the ranks is scattered: the output is this rank's rows. The bias is added to rows, and its gradients are summed.
+    The output is reduce-scattered: each rank gets its rows. The bias stays whole; each rank adds it to its rows, and the ranks'
+    gradients of it are summed.
     """
 
     input: Layout
@@ -144,18 +148,20 @@ class Row:
 
 @dataclass(frozen=True)
 class VocabularyEmbedding:
-    """An ``nn.Embedding`` of whose table each rank has the vectors of its part of the vocabulary.
+    """An ``nn.Embedding`` that is split by its vocabulary.
 
-    Ids (batch, sequence) and their vectors are alike on every rank.
+    All ranks pass the same ids (batch, sequence), and all get the same vectors.
     """
 
     def places(self, planned: PlannedModule) -> Places:
         """See :class:`Style`."""
         module = planned.module
         if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-            raise planned.misfit("VocabularyEmbedding is a style of nn.Embedding.")
+            raise planned.misfit("VocabularyEmbedding is a style of nn.Embedding. Choose another style for this module.")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise planned.misfit("max_norm, scale_grad_by_freq and sparse gradients do not work with a cut table.")
+            raise planned.misfit(
+                "max_norm, scale_grad_by_freq and sparse gradients do not work with a split table. Turn them off, or use Whole()."
+            )
         planned.check_divisible(module.num_embeddings, "the size of the vocabulary", _PAD)
         return {"weight": Locality(AXIS, split_dim=0)}
 
@@ -166,10 +172,10 @@ class VocabularyEmbedding:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """The linear layer to the logits, outside of the layers: each rank computes those of its part of the vocabulary.
+    """The linear layer that computes the logits, outside of the layers. It is split by the vocabulary.
 
-    ``gather_output``: every rank gets the logits of the whole vocabulary, so that any loss works; otherwise its own part,
-    as ``FusedCrossEntropy(parallel=True)`` takes them.
+    With ``gather_output`` every rank gets the logits of the whole vocabulary, so that any loss works. Without, each rank gets those
+    of its part, for ``FusedCrossEntropy(parallel=True)``.
     """
 
     gather_output: bool = True
@@ -190,7 +196,7 @@ class Head:
 class Whole:
     """A module outside of the layers that every rank computes whole, from whole activations.
 
-    So the gradients of its parameters, at any depth, are whole and alike on every rank, and are not summed over ``tp``.
+    So every rank has the same, whole gradients of all parameters in it, and they are not summed over ``tp``.
     """
 
     def places(self, planned: PlannedModule) -> Places:
@@ -205,9 +211,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class PerPosition:
-    """A module inside of the layers that computes each position by itself, on this rank's rows: its parameters stay as they are.
+    """A module inside of the layers that computes each position separately, on this rank's rows. Its parameters stay whole.
 
-    That is what happens to norms, which no entry has to name.
+    Norms are treated this way without being named.
     """
 
     def places(self, planned: PlannedModule) -> Places:
