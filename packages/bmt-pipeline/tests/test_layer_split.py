@@ -39,7 +39,7 @@ def test_with_costs_no_split_has_a_smaller_largest_part(costs: list[int], data: 
     ("arguments", "message"),
     [
         ((3, 4), "3 layers cannot be split into 4 parts"),
-        ((3, 0), "at least 1 part, and got 0"),
+        ((3, 0), "number of parts must be at least 1, and got 0"),
         ((3, 2, [1, 2]), "3 layers and 2 costs"),
         ((3, 2, [1, -2, 1]), "layer 1 has -2"),
     ],

@@ -217,9 +217,9 @@ def test_a_schedule_may_be_given_in_place_of_a_name() -> None:
         ("1f1b", (2, 2, 2), "chunks=1, and got 2. Use 'interleaved'"),
         ("interleaved", (2, 2, 1), "chunks >= 2, and got 1"),
         ("zero-bubble", (2, 2, 3), "chunks=1 and chunks=2, and got 3"),
-        ("gpipe", (0, 2, 1), "at least 1 of stages, and got 0"),
-        ("1f1b", (2, 0, 1), "at least 1 of micro-batches"),
-        ("interleaved", (2, 2, 0), "at least 1 of chunks"),
+        ("gpipe", (0, 2, 1), "number of stages must be at least 1, and got 0"),
+        ("1f1b", (2, 0, 1), "number of micro-batches must be at least 1"),
+        ("interleaved", (2, 2, 0), "number of chunks must be at least 1"),
     ],
 )
 def test_what_is_not_defined_is_said(name: str, sizes: tuple[int, int, int], message: str) -> None:

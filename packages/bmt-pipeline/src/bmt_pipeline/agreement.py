@@ -1,4 +1,4 @@
-"""What the stages of a pipeline agree upon before and after they compute: the shapes of a step, and whether a stage has failed."""
+"""Exchanges between the stages of a pipeline before and after a step: are its shapes the same, and has a stage failed?"""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bmt_core.run.runtime import current
 from bmt_pipeline.failures import Failure, begin_step, told_failure
 from bmt_pipeline.waiting import waiting_for_all
 
-_OF_EACH = 3  # the numbers that each stage tells the others
+_OF_EACH = 3  # how many numbers each stage sends: digests of ``alike`` and ``own``, and whether it has failed
 
 
 def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = None) -> tuple[int, ...]:
-    """Return what identifies the texts of all stages. Collective over ``group``, a pipeline.
+    """Return a key of the texts of all stages: equal texts give equal keys. Collective over ``group``, a pipeline.
 
-    :class:`ConfigError` on all ranks if stages differ in ``alike``; they may in ``own``. If a stage has a ``problem``, that stage
-    raises it, and the others an error that says so.
+    Raises :class:`ConfigError` on all ranks if ``alike`` is not the same on all stages; ``own`` may differ. If a stage has a
+    ``problem``, that stage raises it, and the others raise an error that quotes it.
     """
     begin_step()
     told = _tell(group, _digest(alike), _digest(own), problem is not None)
@@ -34,22 +34,22 @@ def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = N
         texts = all_gather_object(alike, group)
         other = next(stage for stage, text in enumerate(texts) if text != texts[0])
         raise ConfigError(
-            "All ranks of a pipeline take a step with arguments of the same shapes and the same settings, and rank"
+            "All ranks of a pipeline must take a step with arguments of the same shapes and the same settings, but rank"
             f" {group.ranks[0]} passes {texts[0]}, rank {group.ranks[other]} {texts[other]}. Pad the batches to one shape."
         )
     return tuple(told)
 
 
 def raise_together(group: Group, error: Exception | None, has_failed: bool) -> None:
-    """If any stage has failed, raise on all: its error on that stage, with its traceback on the others. Collective.
+    """Raise on all stages if one has failed: that stage raises its ``error``, the others an error with its traceback. Collective.
 
-    Raises, too, if a stage of another pipeline has failed: see [Note: several pipelines].
+    Raises also if a stage of another pipeline has failed: see [Note: several pipelines].
     """
     try:
         any_has_failed = any(_tell(group, 0, 0, has_failed)[2::_OF_EACH])
     except RemoteError:
         if error is not None and not _is_of_another(told_failure(), error):
-            raise error from None  # the others may wait for this stage in other pipelines
+            raise error from None  # the exchange has failed, perhaps because other ranks wait for this one in other pipelines
         raise
     if any_has_failed:
         _raise(group, error, "the computation of")
@@ -65,7 +65,7 @@ def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
 
 
 def _is_of_another(told: Failure | None, error: Exception) -> bool:
-    """Whether ``error`` only says that communication has ended, because of what another rank has ``told``."""
+    """Whether ``error`` is only a failed communication that follows from the failure which another rank has ``told``."""
     is_of_communication = type(error) is RuntimeError or isinstance(error, (RemoteError, DistError))
     return told is not None and told.rank != current().rank and is_of_communication
 

@@ -1,4 +1,4 @@
-"""Rows, dim 0, that move between the ranks of a pipeline: to the first stage, and from the stages to the ranks that they are of."""
+"""``move_rows``: move batch rows (dim 0) to a pipeline's first stage, and results back to the ranks that the rows came from."""
 
 from __future__ import annotations
 

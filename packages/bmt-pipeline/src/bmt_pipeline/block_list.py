@@ -32,29 +32,29 @@ from bmt_pipeline.whole_batch import Arguments, BatchShape, WholeBatch
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that makes one."""
 
-_KEPT_LAYOUTS = 256  # for as many shapes that come back: a list that gets a new number with every call must not grow
+_KEPT_LAYOUTS = 256  # a bound for lists whose arguments differ at every call, so that memory does not grow
 
 
 class PipelineTransformerBlockList(LayerList):
-    """The layers of ``TransformerBlockList``, of which each stage of the pipeline holds and computes its own.
+    """A ``TransformerBlockList`` whose layers are divided over the stages of the pipeline.
 
-    It is called as that list is: every rank passes its own batch and gets the outputs of its own batch. The ranks of a
-    pipeline send their batches to the first stage, all of them pass the stages in ``num_micro_batches`` micro-batches
-    (:func:`init_distributed`; default ``pipe_size``), and the last stage sends each rank its outputs, as GPipe does (Huang et al.
-    2019): all forwards in the call, all backwards in its backward. What comes before and after the list stays data parallel.
+    It is called like that list: every rank passes its own batch and gets the outputs of its own batch. The ranks of a pipeline send
+    their batches to the first stage. The joined batch passes the stages in ``num_micro_batches`` micro-batches (set by
+    :func:`init_distributed`; default ``pipe_size``), and the last stage sends each rank its outputs. This is GPipe (Huang et al.
+    2019): all forwards run in the call, all backwards in its backward. The code before and after the list stays data parallel.
 
-    ``modules``: raw modules become Blocks of the package that makes them (bmt-zero), local to the stage; a Block must have been
-    made with ``mode="PIPE"`` (AssertionError otherwise); a function without arguments is called on the stage of the layer alone,
-    under random numbers of its own, so that its values are the same for any number of stages. Of ready modules a stage keeps its
+    ``modules`` may be raw modules, which become Blocks (of bmt-zero) local to the stage; Blocks made with ``mode="PIPE"``
+    (AssertionError otherwise); or functions without arguments that make a layer. A function is called only on the layer's stage,
+    with random numbers of its own, so the layer's values are the same for any number of stages. Of modules a stage keeps only its
     own. Parameters are named by the layer's number in the whole list, so files fit any grid.
     ``num_hidden``: how many leading arguments flow through, see :class:`TransformerBlockList`.
 
     ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models). ``costs``, one number per layer in
-    any unit, balances the stages by their largest sum; otherwise the first ``len(modules) % pipe_size`` stages have one layer more.
-    ``chunks`` and ``placement`` cut the list into ``pipe_size * chunks`` parts, for schedules that want several per stage: see
-    :func:`train_step`.
+    any unit, divides the layers so that the most expensive part costs as little as possible; otherwise the first parts have one
+    layer more. ``chunks`` and ``placement`` divide the list into ``pipe_size * chunks`` parts, for schedules with several parts per
+    stage: see :func:`train_step`.
 
-    Making it is collective where a module's parameters were sharded before. Raises :class:`ConfigError` for fewer layers than
+    Making it is collective if parameters of a module were sharded before. Raises :class:`ConfigError` for fewer layers than
     parts, and for layers on different stages that share parameters. With ``pipe_size`` 1 it is the ordinary list.
     """
 
@@ -99,7 +99,7 @@ class PipelineTransformerBlockList(LayerList):
         if str(number) not in self._modules:
             raise IndexError(
                 f"Layer {number} lies on stage {self.get_stage_by_layer_id(number)}, and this rank has stage {self.stage_id}, with"
-                f" the layers {self.layer_ids}."
+                f" the layers {self.layer_ids}. Index only these, or iterate over the list."
             )
         return self._modules[str(number)]
 
@@ -122,7 +122,7 @@ class PipelineTransformerBlockList(LayerList):
         return [[self[layer] for layer in self._split[part]] for part in parts]
 
     def transfers(self, schedule: Schedule) -> Transfers:
-        """Return what sends to and receives from the neighbours. Collective over the pipeline at the first call of a schedule."""
+        """Return the :class:`Transfers` of ``schedule``. Collective over the pipeline at the first call with new edges."""
         edges = edges_of(schedule)
         if edges not in self._transfers:
             self._transfers[edges] = Transfers(edges)
@@ -130,7 +130,7 @@ class PipelineTransformerBlockList(LayerList):
 
     @contextmanager
     def layouts(self, key: tuple[object, ...]) -> Iterator[Layouts]:
-        """Lend the layouts of an earlier step with this ``key``, or empty ones; keep them unless the step fails."""
+        """Yield the layouts of an earlier step with this ``key``, or an empty dict. They are kept unless the step fails."""
         layouts = self._layouts.pop(key, {})
         yield layouts
         self._layouts[key] = layouts
@@ -146,12 +146,12 @@ class PipelineTransformerBlockList(LayerList):
     ) -> Any:
         """Run all layers on this rank's batch. Collective over the pipeline; all its ranks pass tensors of the same shapes.
 
-        Returns what :meth:`TransformerBlockList.forward` returns. Extra tensors whose dim 0 is the batch go with their rows;
-        others go whole with the rows of the rank that passes them. ``batch_related`` names those positional arguments after the
-        hidden states whose dim 0 is the batch, where that cannot be told from sizes.
+        Returns what :meth:`TransformerBlockList.forward` returns. Of further tensors whose dim 0 is the batch, each micro-batch
+        gets its rows; any other tensor is passed whole with the rows of its rank. ``batch_related`` names the positional arguments after
+        the hidden states whose dim 0 is the batch, if sizes alone would mislead.
 
-        Raises :class:`ConfigError` if the batch cannot be divided into micro-batches and if ranks pass different shapes, on all
-        ranks; if a stage fails, its error there and :class:`RemoteError` with its traceback elsewhere.
+        Raises :class:`ConfigError` on all ranks if the batch cannot be divided into micro-batches or ranks pass different shapes.
+        If a stage fails, that stage raises its error and the others :class:`RemoteError` with its traceback.
         """
         if self.stages == 1 or not self._total:
             return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)
@@ -180,7 +180,7 @@ class PipelineTransformerBlockList(LayerList):
         return self._own_results(made, schedule, shape.rows)
 
     def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
-        """Return the results of this rank's batch out of those that each stage has of all batches."""
+        """Return the results for this rank's batch; each stage has some results for the batches of all ranks."""
         group, source = pipeline_group(), schedule.place_of(schedule.parts - 1)[0]
         sent = [rows if self.stage_id == source else 0] * self.stages
         received = [rows if stage == source else 0 for stage in range(self.stages)]
@@ -200,20 +200,20 @@ class PipelineTransformerBlockList(LayerList):
 
 @functools.lru_cache
 def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages of which the first sends to the second."""
+    """Return all (source, destination) pairs of stages between which the schedule sends."""
     stages = range(schedule.stages)
     return tuple((source, other) for source in stages for other in stages if schedule.sends(source, other))
 
 
 def what_needs_gradients(module: nn.Module) -> str:
-    """Return a text that says, besides shapes, on what it depends how outputs of ``module`` are laid out."""
+    """Return a text of what else, besides input shapes, decides the layout of the outputs of ``module``."""
     device = current().device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"
 
 
 def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> Iterable[tuple[int, nn.Module]]:
-    """Yield the layers of the stage ``own`` as Blocks, with their numbers. ``stages``: that of each layer."""
+    """Yield (number, layer) for the layers of the stage ``own``, as Blocks. ``stages`` is the stage of each layer."""
     blocks = [member for member in members if isinstance(member, nn.Module) and isinstance(member, Scheduled)]
     assert len(blocks) == len({id(block) for block in blocks}), (
         "A Block stands twice in this list. Pass the raw module twice to share its parameters."
@@ -238,7 +238,7 @@ def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> It
 
 def _check_mode(block: Any) -> None:
     assert block._mode == "PIPE" or num_stages() == 1, (
-        'A Block in a PipelineTransformerBlockList is made with mode="PIPE": its parameters lie on one stage.'
+        'A Block in a PipelineTransformerBlockList must be made with mode="PIPE", because its parameters lie on one stage.'
     )
 
 
@@ -247,7 +247,7 @@ def _as_block(module: nn.Module) -> nn.Module:
 
 
 def _is_sharded_over_stages(module: nn.Module) -> bool:
-    """Whether other stages hold parts of the parameters, so that all ranks gather them for the stage of the layer."""
+    """Whether the parameters are sharded over stages, so that all ranks must take part when the layer's stage gathers them."""
     parameters = list(module.parameters())
     return any(isinstance(p, DistributedParameter) for p in parameters) and AXIS not in own_axes(parameters)
 
@@ -267,7 +267,6 @@ def _check_not_on_two_stages(members: Sequence[Layer], stages: Sequence[int]) ->
             first = holders.setdefault(id(shared), index)
             if stages[first] != stages[index]:
                 raise ConfigError(
-                    f"Layers {first} and {index} of the list, of {type(member).__name__}, share parameters and lie on the stages"
-                    f" {stages[first]} and {stages[index]}. Layers that share parameters lie on one stage: change the number of"
-                    " stages or give costs."
+                    f"Layers {first} and {index} of the list, of {type(member).__name__}, share parameters but lie on the stages"
+                    f" {stages[first]} and {stages[index]}. Put them on one stage: change the number of stages, or give costs."
                 )

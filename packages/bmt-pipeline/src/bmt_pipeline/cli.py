@@ -1,4 +1,4 @@
-"""``bmt pipeline-plan``: show what a schedule of a pipeline costs before anything is started."""
+"""``bmt pipeline-plan``: show the time and memory that a pipeline schedule costs, without running it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def pipeline_plan(
 ) -> None:
     """Show the order, the bubble and the live activations of a pipeline schedule.
 
-    It is the schedule that a training runs, on a virtual clock. A stage is idle for the bubble's part of the step; of that it waits
-    between its own first and last action. Live activations are those of micro-batches, counted once for each chunk.
+    This simulates the schedule that a training runs. The bubble is the fraction of the step in which a stage computes nothing;
+    "waits" is the part of that time between the stage's first and last action. Live activations are the largest number of
+    micro-batches, counted once per chunk, whose activations a stage holds at once.
     """
     schedule = make_schedule(name, stages, micro_batches, chunks)
     times = Times(

@@ -1,9 +1,9 @@
-"""The first failure of a step, made known to the ranks of all pipelines through the rendezvous store.
+"""The first failure of a step, announced to the ranks of all pipelines through the rendezvous store.
 
-[Note: several pipelines] The ranks that have the same stage of several pipelines gather and reduce its parameters together. If it
-fails in one pipeline, those of the others wait for it, and further ranks wait for those, none of which knows what has failed.
-So the rank that fails first says why, in the store. The others raise that when their wait ends: when the rank that failed has
-ended, or after the timeout.
+[Note: several pipelines] Ranks with the same stage in different pipelines gather and reduce its parameters together. If the stage
+fails in one pipeline, the ranks with this stage in the others wait for it, and their pipelines wait for them; none knows the cause.
+So the rank that fails first writes the cause to the store. The others raise it when their wait ends: when the failed rank has ended,
+or after the timeout.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _steps: WeakKeyDictionary[Runtime, int] = WeakKeyDictionary()
 
 
 class Failure(NamedTuple):
-    """What a rank has told the others."""
+    """The failure of ``rank``, as it is in the store."""
 
     rank: int
     text: str
 
 
 def begin_step() -> None:
-    """Count a step, a call of a list, or its backward: what failed in one before, and was caught, is over."""
+    """Count a new step, call of a list, or its backward: a failure of an earlier one, which was caught, is not raised again."""
     _steps[current()] = _steps.get(current(), 0) + 1
 
 
 def tell_failure(text: str) -> Failure:
-    """Tell the other pipelines why this rank fails, unless another rank has failed before; return what was told first."""
+    """Announce why this rank fails, unless another rank has failed before. Return the first failure."""
     own = Failure(current().rank, text)
     if not _has_several_pipelines():
         return own
@@ -44,7 +44,7 @@ def tell_failure(text: str) -> Failure:
 
 
 def told_failure() -> Failure | None:
-    """Return what was told first in this step, by a rank of any pipeline; None if nothing was."""
+    """Return the first failure of this step in any pipeline; None if there is none."""
     if not _has_several_pipelines():
         return None
     try:

@@ -11,8 +11,8 @@ from bmt_core.errors import ConfigError
 def split_layers(num_layers: int, parts: int, costs: Sequence[float] | None = None) -> tuple[range, ...]:
     """Return the layers of each part: contiguous, in order, at least one each.
 
-    Without ``costs`` the first num_layers % parts parts have one layer more than the others. ``costs`` gives the time of each
-    layer, in any unit; then the largest sum of a part is as small as it can be.
+    Without ``costs`` the first num_layers % parts parts have one layer more than the others. With ``costs``, the time of each
+    layer in any unit, the cost of the most expensive part is as small as possible.
 
     >>> split_layers(5, 2)
     (range(0, 3), range(3, 5))
@@ -20,7 +20,7 @@ def split_layers(num_layers: int, parts: int, costs: Sequence[float] | None = No
     (range(0, 2), range(2, 5))
     """
     if parts < 1:
-        raise ConfigError(f"Layers are split into at least 1 part, and got {parts}.")
+        raise ConfigError(f"The number of parts must be at least 1, and got {parts}.")
     if parts > num_layers:
         raise ConfigError(f"{num_layers} layers cannot be split into {parts} parts. Use at most one part per layer.")
     if costs is None:
@@ -42,9 +42,10 @@ def _check_costs(costs: Sequence[float], num_layers: int) -> None:
 
 
 def _balanced_bounds(costs: Sequence[float], parts: int) -> list[int]:
-    """Return where parts begin, and the end, by dynamic programming over (parts so far, layers so far).
+    """Return where each part begins, and the end, by dynamic programming over (parts so far, layers so far).
 
-    A state is worth (largest sum, sum of squares). The largest sum is exact; squares choose the more even one of equals.
+    Splits are compared by (largest cost of a part, sum of squared costs): the squares choose the more even of two splits with the
+    same largest cost.
     """
     sums = [0.0, *accumulate(costs)]
     layers = len(costs)

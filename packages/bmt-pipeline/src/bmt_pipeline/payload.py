@@ -1,4 +1,4 @@
-"""What travels between stages: tensors inside nested containers, and how they are laid out in them."""
+"""``Layout``: the structure of what stages send each other, nested containers of tensors and other values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bmt_core.nested import map_tensors, tensors_in
 
 
 class Layout:
-    """A nested value without the contents of its tensors: shapes, dtypes, which of them need gradients, and all that is no tensor.
+    """A nested value in which meta tensors stand for the tensors: it has their shapes, dtypes and ``requires_grad``, and the rest.
 
-    Two values have the same layout if their layouts compare equal. It can be sent.
+    Layouts can be compared, and sent to other ranks.
     """
 
     def __init__(self, value: Any) -> None:
@@ -35,10 +35,12 @@ class Layout:
     def text(self) -> str:
         """Return a text that is the same for equal layouts, on all ranks."""
         text = repr(self._value)
-        return pickle.dumps(self._value).hex() if " at 0x" in text else text  # the address of an object says nothing
+        return (
+            pickle.dumps(self._value).hex() if " at 0x" in text else text
+        )  # addresses of objects differ between ranks
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return a tensor without memory for each tensor, in order."""
+        """Return the meta tensors, in order."""
         return tensors_in(self._value)
 
     def differentiable(self) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ class PipelineModel(DistributedModule):
         found = [module for module in self.modules() if isinstance(module, PipelineTransformerBlockList)]
         if len(found) != 1:
             raise ConfigError(
-                f"A PipelineModel holds exactly one PipelineTransformerBlockList, and {type(self).__name__} holds {len(found)}."
+                f"A PipelineModel must hold exactly one PipelineTransformerBlockList, but {type(self).__name__} holds {len(found)}."
             )
         return found[0]
 

@@ -28,7 +28,7 @@ from bmt_pipeline.whole_batch import Arguments, WholeBatch
 
 
 class LayersOfStage:
-    """A part of the list. What it passes on are the hidden states and, for the parts behind it, all other arguments."""
+    """A part of the list. Its output is the hidden states and, unless it is the last part, all other arguments."""
 
     def __init__(self, layers: Sequence[nn.Module], *, is_last: bool, keeps_states: bool) -> None:
         self.blocks = layers
@@ -55,9 +55,9 @@ class LayersOfStage:
 
 
 class BatchEnds:
-    """What is before the first part and after the last one: see :class:`bmt_pipeline.stage_runner.Ends`.
+    """Gives the first part its inputs and takes the last part's output: see :class:`bmt_pipeline.stage_runner.Ends`.
 
-    Apart from :class:`PipelinedCall`, because the runner holds it: a call that its runner held would live until garbage collection.
+    Separate from :class:`PipelinedCall` to avoid a reference cycle with the runner, which only garbage collection would free.
     """
 
     def __init__(self, batch: WholeBatch) -> None:
@@ -101,7 +101,7 @@ class BatchEnds:
 
 
 class PipelinedCall:
-    """The call with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline."""
+    """One call of the list with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline."""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class PipelinedCall:
         self._backwards = [action for action in order if action.kind is not Kind.FORWARD]
 
     def run(self, needs_gradients: bool) -> list[torch.Tensor]:
-        """Return the rows that the layers make of the whole batch, on the last stage; without rows on the others.
+        """Return the output of the whole batch on the last stage, and tensors with 0 rows on the others.
 
-        One tensor per tensor of the last layer's hidden states, and then one per hidden state with the inputs of this stage's
-        layers, if they are kept: rows of (rank, layer, row of the rank).
+        There is one tensor per hidden state of the last layer. If hidden states are kept, one more per hidden state follows, with
+        the inputs of this stage's layers: its rows are ordered by (rank, layer, row of the rank).
         """
         if not needs_gradients:
             return self._run_forward()
@@ -152,8 +152,8 @@ class PipelinedCall:
         return made + self._joined_states()
 
     def run_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients of the whole batch, given those of what :meth:`run` returned. Collective."""
-        begin_step()  # another pipeline may still run the forward, which has not failed
+        """Return the gradients of the whole batch from the gradients of what :meth:`run` returned. Collective."""
+        begin_step()  # failures of backward are told under a number of their own: another pipeline may still be in forward
         layout = self._layouts[self._schedule.parts]
         assert layout is not None
         count = len(layout.tensors())
@@ -198,7 +198,7 @@ class PipelinedCall:
 
 
 class _Differentiable(torch.autograd.Function):
-    """(call, leaf, whole batch…) -> what the call makes…"""
+    """(call, leaf, tensors of the whole batch…) -> results of the call…"""
 
     @staticmethod
     def forward(ctx: Any, call: PipelinedCall, leaf: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

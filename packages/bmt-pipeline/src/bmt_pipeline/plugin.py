@@ -1,4 +1,4 @@
-"""What this package gives to bmt's registry."""
+"""The hooks that this package implements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bmt_pipeline.pipeline_ranks import AXIS
 
 @hookimpl
 def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
-    """Add the axis of ``pipe_size`` stages that compute one model together, the outermost one."""
+    """Add the outermost axis of the grid, ``pp``: ``pipe_size`` stages that compute one model together."""
     return [MeshAxis(AXIS, config.pipe_size, 0)] if config.pipe_size > 1 else []
 
 

@@ -1,16 +1,16 @@
 """``StageRunner``: executes one stage's actions of a schedule.
 
-[Note: a stage that fails] Stages cannot stop where they are: others wait for what they would send. So a stage whose computation
-fails goes on with the schedule, computes nothing more, and sends what has the right shapes. When all actions are over, all
-stages learn of the failure and raise. Before the first micro-batch the shapes are not known: then the layout says that there will
-be none, and nothing travels over that edge.
+[Note: a stage that fails] A stage that fails cannot simply stop, because other stages wait for what it would send. So it goes on
+with the schedule, computes nothing more, and sends zeros of the right shapes. After the last action all stages learn of the failure
+and raise. If a stage fails before its first micro-batch has told it the shapes, it sends None in place of the layout, and then
+nothing else over that edge.
 
-[Note: joined products] The weight gradients of several micro-batches are one product of all their rows. It reads and writes the sum
-of gradients once, where several products would do so each, and takes less time itself. One product of all micro-batches of a step
-needs no sum. So weight gradients are computed when those of the last of these micro-batches are due. Until then a chunk keeps the
-inputs of its linear layers and the gradients of their outputs for more micro-batches than the schedule says;
-``PostponedGradients.number_to_join`` limits that memory. Where a schedule has so few micro-batches that it fills waits with most of
-its weight gradients, each is computed when it is due.
+[Note: joined products] The weight gradients of several micro-batches are computed as one product of all their rows. It takes less
+time than several products, and reads and writes the float32 sum of gradients once, not once per micro-batch. One product of all
+micro-batches of a step needs no such sum. The product is computed when the weight gradient of the last of these micro-batches is
+due. Until then a chunk keeps the inputs of its linear layers and the gradients of their outputs, for more micro-batches than the
+schedule says; ``PostponedGradients.number_to_join`` limits that memory. If a schedule that splits backwards has fewer than 2 x
+stages micro-batches, it needs most weight gradients to fill waits, so each is computed when it is due.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from bmt_pipeline.transfers import Arriving, Transfers
 
 
 class Part(Protocol):
-    """One of the parts into which the model is cut, on the stage that has it."""
+    """One of the parts of the model, on the stage that computes it."""
 
     blocks: Sequence[nn.Module]
 
     def forward(self, micro_batch: int, inputs: Any) -> Any:
-        """Return what the next part gets, or of the last part, what :class:`Ends` gets. ``inputs``: of the part before."""
+        """Compute the part. The output goes to the next part, or from the last part to :meth:`Ends.take_output`."""
 
     def kept(self, micro_batch: int) -> list[torch.Tensor]:
-        """Return tensors of that forward, besides what it returned, whose gradients backward starts from."""
+        """Return further results of that forward, besides its output, from which backward must start."""
 
     def kept_gradients(self, micro_batch: int) -> list[torch.Tensor]:
-        """Return their gradients."""
+        """Return the gradients of :meth:`kept`."""
 
 
 class Ends(Protocol):
-    """What is before the first part and after the last one; only the stages that have those ask."""
+    """The source of the first part's inputs and the sink of the last part's output; used on the stages that have these parts."""
 
     def inputs(self, micro_batch: int) -> Any:
-        """Return what the first part gets."""
+        """Return the inputs of the first part."""
 
     def take_output(self, micro_batch: int, output: Any) -> None:
-        """Take what the last part has made."""
+        """Take the output of the last part."""
 
     def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
         """Return the gradients of the tensors in the last part's output that need them."""
@@ -68,16 +68,16 @@ class Ends(Protocol):
 
 
 Layouts = dict[int, Layout | None]
-"""By part: how what it gets is laid out, and by the number of parts, how what the last one makes is.
+"""By part, the layout of its inputs; under the number of parts, the layout of the last part's output.
 
-None: it gets nothing, because a stage before it has failed.
+None: the part gets no inputs, because a stage before it has failed.
 """
 
 
 class StageRunner:
-    """Runs this rank's ``stage`` of ``schedule``, whose chunks are ``parts``.
+    """Runs this rank's ``stage`` of ``schedule``; ``parts`` are its chunks.
 
-    ``layouts`` is empty in a step of new shapes, and then gets those of what this stage receives and makes.
+    In a step with new shapes ``layouts`` is empty, and the runner fills in the layouts of what this stage receives and computes.
     """
 
     def __init__(
@@ -105,16 +105,18 @@ class StageRunner:
         self._batch_parts = BatchParts()
         self._expected = {other: deque(schedule.receives(stage, other)) for other in others}
         self._arriving: dict[Output, Arriving | None] = {}
-        # Of micro-batches between their forward and their backward: what a part got, and the roots of its graph.
+        # For micro-batches between forward and backward: the inputs of a part that need gradients, and the roots of its graph.
         self._live: dict[_Key, tuple[list[torch.Tensor], list[GradientEdge]]] = {}
-        self._here: dict[Output, list[torch.Tensor]] = {}  # what one part of this stage has made for another one
+        self._here: dict[Output, list[torch.Tensor]] = {}  # outputs for another part of this same stage
         self._postponed: dict[_Key, PostponedGradients] = {}
         self._due: list[list[PostponedGradients]] = [[] for _ in parts]  # by chunk: see [Note: joined products]
-        self._joins: dict[int, int] = {}  # by chunk: of how many micro-batches
-        self._left = [schedule.micro_batches for _ in parts]  # by chunk: whose weight gradients are not due yet
+        self._joins: dict[int, int] = {}  # by chunk: how many micro-batches are joined in one product
+        self._left = [
+            schedule.micro_batches for _ in parts
+        ]  # by chunk: micro-batches whose weight gradients are not due yet
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Execute ``actions``, which go on where those before ended. What the model raises becomes :attr:`error`."""
+        """Execute ``actions``, the next ones of the stage's order. An exception of the model becomes :attr:`error`."""
         with scheduled_step():
             for action in actions:
                 if action.kind is Kind.FORWARD:
@@ -125,7 +127,7 @@ class StageRunner:
                     self._try(lambda action=action: self._compute_weight_gradients(action))  # type: ignore[misc]
 
     def end(self) -> None:
-        """Wait for what was sent, and let the blocks be used as usual."""
+        """Wait until everything sent has arrived, and reset the blocks to ordinary use."""
         for postponed in [*self._postponed.values(), *(one for due in self._due for one in due)]:
             postponed.drop()  # after a failure
         for part in self._parts:
@@ -164,9 +166,9 @@ class StageRunner:
         layout = Layout(output)
         if self._layouts.setdefault(part + 1, layout) != layout:
             raise ValueError(
-                f"Part {part} of the model returned {layout}, and for another micro-batch of the same shapes"
-                f" {self._layouts[part + 1]}. What goes from stage to stage must be laid out alike: pad tensors to one shape, and"
-                " pass numbers that change as tensors."
+                f"Part {part} of the model returned {layout}, but {self._layouts[part + 1]} for another micro-batch of the same"
+                " shapes. A part must return the same shapes, dtypes and other values for every micro-batch: pad tensors to one"
+                " shape, and pass numbers that change as tensors."
             )
         if part == self._schedule.parts - 1:
             self._ends.take_output(action.micro_batch, output)
@@ -212,7 +214,7 @@ class StageRunner:
             postponed.compute()
 
     def _number_to_join(self, first: PostponedGradients) -> int:
-        """Return for how many micro-batches weight gradients are one product, of which ``first`` is one."""
+        """Return how many micro-batches' weight gradients to compute as one product; ``first`` is that of one micro-batch."""
         schedule = self._schedule
         fills_waits = any(action.kind is Kind.WEIGHT_GRADIENT for action in schedule.orders[self._stage])
         if fills_waits and schedule.micro_batches < 2 * schedule.stages:
@@ -227,7 +229,7 @@ class StageRunner:
         return [] if is_last else self._received(Output(Content.GRADIENT, action.micro_batch, part + 1))
 
     def _received(self, made: Output) -> list[torch.Tensor]:
-        """Return what another part has made, on this stage or another; nothing if it has failed."""
+        """Return the output of another part, on this stage or another; an empty list if that part has failed."""
         source = self._schedule.place_of(made.part)[0]
         if source == self._stage:
             return self._here.pop(made, [])
@@ -239,9 +241,9 @@ class StageRunner:
         return self._transfers.wait(arriving)
 
     def _receive_until(self, made: Output, source: int) -> None:
-        """Start to receive what the stage ``source`` sends up to ``made``.
+        """Start to receive all that the stage ``source`` sends up to and including ``made``.
 
-        Not ahead of its use: on GPUs, a receive that waits for its sender takes multiprocessors from the computation.
+        Called only when ``made`` is needed: on GPUs, a receive that waits for its sender occupies multiprocessors.
         """
         expected = self._expected[source]
         while made not in self._arriving:

@@ -27,7 +27,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class ScalesLoss(Protocol):
-    """An ``OptimManager``."""
+    """What :func:`train_step` needs of an ``OptimManager``."""
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, divided so that summed gradients are those of the global mean loss."""
@@ -42,33 +42,35 @@ def train_step(
     *,
     manager: ScalesLoss | None = None,
 ) -> torch.Tensor:
-    """Run forward and backward of one batch through the stages by ``schedule``; return its mean loss, on every rank.
+    """Run forward and backward of one batch through the stages by ``schedule``. Return the batch's mean loss, on every rank.
 
-    ``batch`` is (inputs, targets), one per pipeline: all ranks of a pipeline may pass it, the first stage reads the inputs and the
-    stage of the last layer the targets; others may pass None for what they do not read. Inputs, a tensor or a tuple, go to
-    ``model.before_layers``. Both are divided into ``num_micro_batches`` (default: that of :func:`init_distributed`, else the number
-    of stages) along dim 0. ``loss_fn(output, targets)`` returns the mean of a micro-batch; the loss of the batch is the mean of
-    those.
+    ``batch`` is (inputs, targets), one batch per pipeline. Only the first stage reads the inputs, and only the stage of the last
+    layer the targets; other ranks may pass the same batch or None. Inputs, a tensor or a tuple, go to ``model.before_layers``.
+    Inputs and targets are divided along dim 0 into ``num_micro_batches`` (default: that of :func:`init_distributed`, else the
+    number of stages). ``loss_fn(output, targets)`` returns the mean loss of a micro-batch; the loss of the batch is the mean of
+    these.
 
-    Schedules: ``"1f1b"`` and ``"gpipe"``; ``"zero-bubble"``, which computes weight gradients when a stage would wait; for a list of
-    layers made with ``chunks=2`` or more ``"interleaved"``, and with ``chunks=2, placement="v"`` ``"zero-bubble"``; or a
-    :class:`Schedule`. Each docstring in ``bmt_pipeline.schedules`` says its bubble and what is live; what linear layers need
-    for their weight gradients may stay longer, in at most half the memory of a float32 sum of these gradients.
+    ``schedule`` is ``"1f1b"``, ``"gpipe"``, ``"zero-bubble"`` (it computes weight gradients when a stage would wait), or a
+    :class:`Schedule`. For a list of layers made with ``chunks=2`` or more it may be ``"interleaved"``; with
+    ``chunks=2, placement="v"`` ``"zero-bubble"`` has the smallest bubble. The docstrings in ``bmt_pipeline.schedules`` say how
+    large the bubble is and how many micro-batches are live. What linear layers need for weight gradients may be kept longer: see
+    :meth:`PostponedGradients.number_to_join`.
 
-    Gradients are added to ``.grad`` as those of ``manager.backward(loss)`` would be, with the manager's scale and division; without
-    a manager they are those of ``loss.backward()`` on every rank: sums over all ranks, or means in a run of
+    Gradients are added to ``.grad`` as ``manager.backward(loss)`` would add them, with the manager's scale and division. Without a
+    manager they are those of ``loss.backward()`` on every rank: sums over all ranks, or means after
     ``init_distributed(gradients="mean")``. Then clip and step as usual::
 
         loss = train_step(model, loss_fn, (ids, targets), "1f1b", num_micro_batches=8, manager=optim_manager)
         optim_manager.step()
 
     Collective over all ranks. Raises :class:`ConfigError` on all ranks of a pipeline if the batch cannot be divided or the schedule
-    is not defined for these sizes; if a stage fails, its error there and :class:`RemoteError` with its traceback elsewhere.
+    is not defined for these sizes. If a stage fails, that stage raises its error and the others :class:`RemoteError` with its
+    traceback.
     """
     if not isinstance(model, PipelineModel):
         raise TypeError(
-            f"train_step runs a PipelineModel, not {type(model).__name__}: derive the model from it, and say what comes before and"
-            " after the layers."
+            f"train_step runs a PipelineModel, not {type(model).__name__}. Derive the model from PipelineModel, and define"
+            " before_layers and after_layers."
         )
     layers = model.pipelined_layers()
     count = num_micro_batches or current().settings.num_micro_batches or layers.stages
@@ -128,7 +130,7 @@ class _Step:
         raise_together(group, runner.error, runner.has_failed)
         trained = [(whole, leaf) for whole, leaf in pairs if whole.requires_grad]
         if trained:
-            # All ranks take part, those too whose stage has not used a parameter.
+            # Collective: ranks whose stage has not used a parameter take part too.
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in trained]
             torch.autograd.backward([whole for whole, _ in trained], grads)
         return self._mean_loss()
@@ -144,9 +146,12 @@ class _Step:
         loss = self._loss_fn(self._model.after_layers(*hidden), self._targets[micro_batch])
         if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
             found = Layout(loss) if isinstance(loss, torch.Tensor) else repr(loss)
-            raise ValueError(f"loss_fn returns a tensor without dims that has a gradient, not {found}.")
+            raise ValueError(
+                f"loss_fn must return a scalar tensor that requires gradients, not {found}."
+                " Return the mean loss of a micro-batch."
+            )
         self.losses[micro_batch] = loss.detach()
-        # Of the mean over micro-batches; and the manager divides by all ranks, those of a pipeline included.
+        # The batch's loss is the mean over micro-batches. It counts once for each stage, as if every rank computed it.
         scaled = loss if self._manager is None else self._manager.scale_loss(loss)
         return scaled * (self._schedule.stages / self._schedule.micro_batches)
 
@@ -196,7 +201,9 @@ def _micro_batches(value: Any, count: int, what: str) -> list[Any]:
         raise ConfigError(f"This stage needs the {what} of the batch, and got none: pass (inputs, targets).")
     rows = tensors[0].shape[0] if tensors[0].dim() else 0
     if any(tensor.dim() == 0 or tensor.shape[0] != rows for tensor in tensors):
-        raise ConfigError(f"All tensors in the {what} have the batch as dim 0, and these are {Layout(value)}.")
+        raise ConfigError(
+            f"All tensors in the {what} must have the batch as dim 0, with the same size, but these are {Layout(value)}."
+        )
     if rows == 0 or rows % count:
         raise ConfigError(
             f"The {what} have {rows} rows, which cannot be divided into num_micro_batches={count} equal parts."
@@ -225,6 +232,6 @@ def _check_blocks(model: PipelineModel, layers: PipelineTransformerBlockList) ->
     ]
     if found and layers.stages > 1:
         raise ConfigError(
-            "train_step runs what comes before the layers on the first stage only and what comes after them on the last one, and"
-            f" {', '.join(found)} is a Block, which all ranks run together. Leave out its Block: use DistributedModules there."
+            "train_step runs before_layers on the first stage only and after_layers on the last stage only, but"
+            f" {', '.join(found)} is a Block, which all ranks must run together. Use a DistributedModule there."
         )

@@ -1,10 +1,9 @@
-"""``Transfers``: tensors that go from stage to stage, beside the computation.
+"""``Transfers``: sends tensors from stage to stage while stages compute.
 
-[Note: one lane per edge] Each directed edge, from a stage to one of its two neighbours, has a lane of its own: a stream and a
-communicator. In it, the sender sends and the receiver receives in one order, that in which the sender computes, which both know
-from the schedule. So nothing that travels waits for something that travels elsewhere, and no order of two stages'
-operations can block both. Edges that share no stage share a lane: two lanes, or three for an odd number of stages, serve one
-direction of any pipeline.
+[Note: one lane per edge] A stage sends to a neighbour over a directed edge. No two edges at one stage use the same lane (a stream
+with a communicator). Over an edge the sender sends and the receiver receives in the same order, that in which the sender computes;
+both know it from the schedule. So no transfer waits for a transfer over another edge, and two stages cannot block each other.
+Edges without a common stage may share a lane: two lanes, or three for an odd number of stages, serve each direction.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from bmt_pipeline.waiting import waiting_for, waiting_for_all
 
 
 class Arriving(NamedTuple):
-    """Tensors that are being received, and the point at which they are there."""
+    """Tensors that are being received, and the marks after which they may be read."""
 
     tensors: list[torch.Tensor]
     marks: list[Mark]
@@ -30,7 +29,7 @@ class Arriving(NamedTuple):
 
 
 class Transfers:
-    """Sends to and receives from the neighbours of this rank's stage. ``edges``: those of the schedule, alike on every stage.
+    """Sends to and receives from the neighbours of this rank's stage. ``edges``: all edges of the schedule, on every stage.
 
     Making it is collective over the pipeline.
     """
@@ -51,7 +50,7 @@ class Transfers:
             self._connect(edge)
 
     def send_layout(self, layout: Any, destination: int) -> None:
-        """Tell the stage ``destination`` how what it will receive is laid out."""
+        """Send the layout of the tensors that follow to the stage ``destination``."""
         with waiting_for([destination], f"to take what stage {self._stage} sends"):
             send_object(layout, self._group, destination)
 
@@ -61,7 +60,7 @@ class Transfers:
             return recv_object(self._group, source)
 
     def send(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
-        """Start to send ``tensors``, after what was computed until now."""
+        """Start to send ``tensors``, after all work that is queued on the computation's stream."""
         self._sent = [sent for sent in self._sent if not _has_arrived(sent[0])]
         lane, group = self._lane((self._stage, destination))
         lane.after(lane.here())
@@ -73,14 +72,14 @@ class Transfers:
     def receive(self, like: Sequence[torch.Tensor], source: int) -> Arriving:
         """Start to receive tensors of the shapes and dtypes of ``like``, which must not be used before :meth:`wait`."""
         lane, group = self._lane((source, self._stage))
-        # Allocated for the computation, which may have used the memory before: so the lane starts after it.
+        # The allocator may give memory that the computation's queued work still uses, so the lane starts after that work.
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in like]
         lane.after(lane.here())
         marks = [lane.run(lambda t=t: group.exchange([], [(t, source)])) for t in tensors]  # type: ignore[misc]
         return Arriving(tensors, marks, source)
 
     def wait(self, arriving: Arriving) -> list[torch.Tensor]:
-        """Return the tensors, once the computation may read them."""
+        """Let the computation wait for the tensors, and return them."""
         with waiting_for([arriving.source], f"to send to stage {self._stage}"):
             for mark in arriving.marks:
                 mark.wait()
@@ -94,7 +93,7 @@ class Transfers:
                 mark.wait()
 
     def _connect(self, edge: tuple[int, int]) -> None:
-        """Send something over ``edge``. NCCL's first transfer between two ranks holds up the hosts of both until both have come."""
+        """Make a first transfer over ``edge`` now: NCCL's first one between two ranks blocks both hosts until both take part."""
         if self._stage in edge:
             lane, group = self._lane(edge)
             source, destination = edge
@@ -110,7 +109,7 @@ class Transfers:
 
 
 def _has_arrived(mark: Mark) -> bool:
-    """Whether the host knows that what was sent before ``mark`` may be freed. Without a GPU it learns that at the end."""
+    """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. Only a GPU can be asked."""
     return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 

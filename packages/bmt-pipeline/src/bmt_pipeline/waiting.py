@@ -1,4 +1,4 @@
-"""``waiting_for``: errors of the communication engine, with the stages that a stage has waited for."""
+"""``waiting_for``: turns errors of communication into errors that name the stages which this stage has waited for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 
 @contextmanager
 def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
-    """Turn an error of the communication engine into one that names ``stages``, and ``what`` they were to do.
+    """Turn an error of communication into a :class:`RemoteError` that names ``stages`` and ``what`` they should have done.
 
-    Before it stands what failed first, if a rank of another pipeline has said so.
+    If a rank of another pipeline has announced the first failure, the error begins with it.
     """
     try:
         yield
@@ -34,5 +34,5 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
 
 
 def waiting_for_all(what: str) -> AbstractContextManager[None]:
-    """Do the same as :func:`waiting_for`, with all other stages."""
+    """Return :func:`waiting_for` all other stages."""
     return waiting_for([stage for stage in range(pipeline_group().size) if stage != own_stage()], what)

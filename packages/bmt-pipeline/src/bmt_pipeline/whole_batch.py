@@ -23,9 +23,9 @@ class Arguments(NamedTuple):
 
 
 class BatchShape(NamedTuple):
-    """How the batch of one rank lies in the tensors among its :class:`Arguments`, and how it is divided.
+    """Which dim of each tensor in :class:`Arguments` is the batch, and how the batch is divided.
 
-    ``batch_dims``: per tensor, the dim of the batch, or None for a tensor that all rows share. ``rows``: of one rank.
+    ``batch_dims``: per tensor, the dim of the batch, or None for a tensor that all rows share. ``rows``: the rows of one rank.
     """
 
     rows: int
@@ -37,17 +37,19 @@ class BatchShape(NamedTuple):
     def of(
         cls, arguments: Arguments, ranks: int, micro_batches: int, batch_dim: int, related: Collection[int] | None
     ) -> BatchShape:
-        """Return that of ``arguments``; see :class:`PipelineTransformerBlockList` for ``batch_dim`` and ``related``."""
+        """Return the shape of ``arguments``. For ``batch_dim`` and ``related`` see :class:`PipelineTransformerBlockList`."""
         first = arguments.hidden[0]
         if not isinstance(first, torch.Tensor) or first.dim() <= batch_dim:
             raise ConfigError(
-                f"The first hidden state is a tensor with the batch as dim {batch_dim}, not {_name(first)}."
+                f"The first hidden state must be a tensor with the batch as dim {batch_dim}, not {_name(first)}."
+                " Pass the hidden states first, and set batch_dim of the list."
             )
         rows = first.shape[batch_dim]
         dims: list[int | None] = [batch_dim for _ in tensors_in(arguments.hidden)]
         if any(tensor.shape[batch_dim] != rows for tensor in tensors_in(arguments.hidden)):
             raise ConfigError(
-                f"All hidden states have the batch as dim {batch_dim}, of the size {rows} of the first one."
+                f"All hidden states must have the batch as dim {batch_dim}, with {rows} rows as the first one has; shapes are"
+                f" {[tuple(tensor.shape) for tensor in tensors_in(arguments.hidden)]}. Set num_hidden and batch_dim to fit."
             )
         for index, argument in enumerate(arguments.rest):
             for tensor in tensors_in(argument):
@@ -73,9 +75,9 @@ class BatchShape(NamedTuple):
 
 
 class WholeBatch:
-    """The tensors of all ranks' arguments, rank after rank along dim 0, on the first stage; without rows on the others.
+    """The arguments of all ranks on the first stage, concatenated along dim 0 by rank; tensors with 0 rows on the other stages.
 
-    Making it is collective over the pipeline ``group``, as is the backward of what it holds.
+    Making it is collective over the pipeline ``group``, and so is the backward of its tensors.
     """
 
     def __init__(self, arguments: Arguments, shape: BatchShape, group: Group) -> None:
@@ -90,19 +92,19 @@ class WholeBatch:
             self.tensors.append(move_rows(rows, sent, received, group))
 
     def micro_batch(self, tensors: Sequence[torch.Tensor], number: int) -> Arguments:
-        """Return the arguments of micro-batch ``number``, cut out of :attr:`tensors`, or of others of their shapes."""
+        """Return the arguments of micro-batch ``number``, sliced from ``tensors``, which have the shapes of :attr:`tensors`."""
         own = [self._cut(tensor, dim, number) for tensor, dim in zip(tensors, self.shape.batch_dims, strict=True)]
         remaining = iter(own)
         arguments: Arguments = map_tensors(lambda _: next(remaining), self.arguments)
         return arguments
 
     def rows_of(self, number: int) -> slice:
-        """Return which rows of the whole batch micro-batch ``number`` has."""
+        """Return the rows of the whole batch that form micro-batch ``number``."""
         length = self.shape.rows_of_micro_batch
         return slice(number * length, (number + 1) * length)
 
     def ranks_of(self, number: int) -> range:
-        """Return of which ranks micro-batch ``number`` has rows."""
+        """Return the ranks of the pipeline whose rows are in micro-batch ``number``."""
         rows = self.rows_of(number)
         return range(rows.start // self.shape.rows, (rows.stop - 1) // self.shape.rows + 1)
 

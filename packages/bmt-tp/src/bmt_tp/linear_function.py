@@ -216,7 +216,7 @@ def _check_options(
         raise ConfigError(f"reduce_output_type must be a ReduceType or None, not {reduce_type!r}.")
     if reduce_type is None and split_input:
         raise ConfigError(
-            "split_input=True needs reduce_output_type, because each rank's product is one term of a sum."
+            "split_input needs reduce_output_type, because each rank's product is one term of a sum."
             " Pass ReduceType.ALL_REDUCE or ReduceType.REDUCE_SCATTER."
         )
     if reduce_type is not None and gather_output:

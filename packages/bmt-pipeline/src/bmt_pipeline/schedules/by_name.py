@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""``make_schedule``: built-in schedules by name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def make_schedule(schedule: str | Schedule, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """Return the schedule of that name for these sizes, or ``schedule`` itself if it is one and fits them.
+    """Return the built-in schedule of this name for these sizes, or check a ``Schedule`` and return it.
 
-    Raises :class:`ConfigError` for an unknown name, for sizes for which the schedule is not defined, and for a schedule that is
+    Raises :class:`ConfigError` for an unknown name, for sizes that the schedule does not support, and for a ``Schedule`` that was
     made for other sizes or cannot run.
 
     >>> make_schedule("1f1b", stages=4, micro_batches=8).orders[3][:2]

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: every action once, and none that waits forever."""
+"""Check that a schedule can run: every action occurs once, and no stage waits forever."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _SPLIT = {Kind.FORWARD: 1, Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: 1}
 def check_schedule(schedule: Schedule) -> None:
     """Raise :class:`ConfigError` unless every micro-batch passes every part once and no stage waits forever.
 
-    Stages are run without values. A receive waits for its output, and a send waits for nobody. Each stage has a fixed order and
-    takes outputs by name, so what it does next never depends on when something arrives (a Kahn process network): a schedule
-    that ends here ends with all times of computation and transfer, and one that stops here stops with all of them.
+    The check runs all stages without computing anything. A receive waits for its output; a send waits for nobody. Each stage has a
+    fixed order and takes outputs by name, so its next action never depends on when something arrives (a Kahn process network). So
+    a schedule that finishes here finishes however long computations and transfers take, and one that blocks here always blocks.
     """
     for stage in range(schedule.stages):
         _check_actions(schedule, stage)
@@ -51,9 +51,9 @@ def _check_actions(schedule: Schedule, stage: int) -> None:
 
 
 def run_abstractly(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yield (stage, action) in an order in which all stages could run, each action after all that it needs.
+    """Yield (stage, action) in an order in which each action comes after everything that it needs.
 
-    Raises :class:`ConfigError` when no stage comes further before all have ended.
+    Raises :class:`ConfigError` if stages wait for each other.
     """
     made: set[Output] = set()
     done = [0] * schedule.stages

@@ -8,8 +8,8 @@ from bmt_pipeline.schedules.schedule import Action, Kind, Placement, Schedule, c
 def gpipe(stages: int, micro_batches: int, chunks: int = 1, *, placement: Placement = Placement.LOOP) -> Schedule:
     """Return the schedule of Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
 
-    Each stage makes the forwards of all micro-batches and then their backwards, in the same order, chunk after chunk. With times
-    f and b per micro-batch and stage a step of one chunk takes (micro_batches + stages - 1) (f + b), of which
+    Each stage computes the forwards of all micro-batches and then their backwards, in the same order, chunk after chunk. With
+    times f and b per micro-batch and stage, a step of one chunk takes (micro_batches + stages - 1) (f + b), of which
     (stages - 1) (f + b) is bubble. The activations of all micro-batches are live at once, on every stage.
 
     >>> " ".join(map(str, gpipe(2, 3).orders[0]))

@@ -12,18 +12,17 @@ from bmt_pipeline.schedules.schedule import Action, Kind, Schedule, check_sizes
 def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     """Return the schedule of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 2.2.
 
-    Micro-batches go through the stages in groups of ``stages``: a group passes chunk 0 of every stage, then chunk 1, and so
-    on; backwards come in the same way from the last chunk. Stage s starts with 2 (stages - 1 - s) + (chunks - 1) group
-    forwards and then makes one forward and one backward in turn. With times f and b per micro-batch and *chunk*, a step of a
-    multiple of ``stages`` micro-batches takes (micro_batches chunks + stages - 1) (f + b): the bubble of 1F1B is divided by
-    ``chunks``. For this, activations of at most 2 (stages - 1 - s) + (chunks - 1) group + 1 micro-batches of a chunk are live
-    on stage s, and activations travel ``chunks`` times as often. Half of the 2 (stages - 1 - s) would give the same time if
-    transfers took none; the other half are forwards in advance, beside which outputs travel.
+    Micro-batches pass the stages in groups of ``stages``: a group passes chunk 0 of every stage, then chunk 1, and so on;
+    backwards pass the chunks in the opposite order. Stage s starts with 2 (stages - 1 - s) + (chunks - 1) group forwards and then
+    alternates one forward and one backward. With times f and b per micro-batch and *chunk*, a step whose number of micro-batches is
+    a multiple of ``stages`` takes (micro_batches chunks + stages - 1) (f + b): the bubble is that of 1F1B divided by ``chunks``.
+    The price: activations of up to 2 (stages - 1 - s) + (chunks - 1) group + 1 micro-batches of a chunk are live on stage s, and
+    activations are sent ``chunks`` times as often. If transfers took no time, stages - 1 - s forwards in advance would do; the
+    others hide the transfers.
 
-    The paper asks for a multiple of ``stages``. Other numbers go in the nearest number of groups: larger ones, of up to one and
-    a half times ``stages``, or a first group that is not full. Both keep what the paper's order needs. In larger groups
-    outputs only wait longer. And actions need actions of the same micro-batch only, so leaving micro-batches out of an order
-    makes none wait.
+    The paper requires a multiple of ``stages`` micro-batches. Any other number is divided into the nearest number of groups. These
+    are either larger, up to one and a half times ``stages``, or the first one is not full. The order stays valid: in larger groups
+    outputs only wait longer; and an action needs only actions of the same micro-batch, so leaving micro-batches out blocks none.
 
     >>> " ".join(map(str, interleaved(2, 2).orders[1]))
     'F0 F1 F0 of chunk 1 B0 of chunk 1 F1 of chunk 1 B1 of chunk 1 B0 B1'

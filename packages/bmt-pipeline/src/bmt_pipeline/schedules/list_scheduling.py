@@ -1,4 +1,4 @@
-"""Orders found by a greedy choice of each stage's next action on the virtual clock."""
+"""``ListScheduler``: finds the order of each stage by greedy list scheduling on a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PREFERRED = {Kind.INPUT_GRADIENT: 0, Kind.FORWARD: 1, Kind.WEIGHT_GRADIENT: 2}
 
 
 class _Choice(NamedTuple):
-    """What a stage can do next. The smallest is chosen: the earliest, and of those by kind, micro-batch and latest part."""
+    """An action that a stage can do next. Choices are compared field by field, and the smallest is taken."""
 
     start: float
     preference: int
@@ -22,11 +22,11 @@ class _Choice(NamedTuple):
 
 
 class ListScheduler:
-    """Lets each stage do what it can do first: input gradients, then forwards if memory allows, then weight gradients.
+    """Gives each stage the action that can start first; of several, input gradients before forwards before weight gradients.
 
     A stage holds activations of at most ``most_live`` micro-batches, counted once per chunk, from the forward to the end of the
-    weight gradient. Forwards of all chunks but the last leave one of these places free. So the oldest micro-batch of a
-    stage can always go on, and nothing waits forever.
+    weight gradient. A forward of any chunk but the last must leave one of these places free. So the oldest micro-batch of a stage
+    can always proceed, and no stage waits forever.
     """
 
     def __init__(

@@ -9,9 +9,9 @@ from bmt_pipeline.schedules.schedule import Action, Kind, Schedule, check_sizes
 def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Return the schedule of Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush).
 
-    Stage s starts with stages - 1 - s forwards, then makes one forward and one backward in turn, and ends with the backwards that
-    are left. The bubble is that of GPipe: a step takes (micro_batches + stages - 1) (f + b). But at most
-    min(stages - s, micro_batches) micro-batches are live on stage s, however many there are in the step.
+    Stage s starts with stages - 1 - s forwards, then alternates one forward and one backward, and ends with the remaining
+    backwards. The bubble is the same as GPipe's: a step takes (micro_batches + stages - 1) (f + b). But at most
+    min(stages - s, micro_batches) micro-batches are live on stage s, however many the step has.
 
     >>> " ".join(map(str, one_forward_one_backward(2, 3).orders[0]))
     'F0 F1 B0 F2 B1 B2'

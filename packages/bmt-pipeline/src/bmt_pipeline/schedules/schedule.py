@@ -1,4 +1,4 @@
-"""What each stage of a pipeline does in one step, and in which order, as plain data."""
+"""``Schedule``: the order of actions of each stage of a pipeline in one step, as plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bmt_core.errors import ConfigError
 
 
 class Kind(Enum):
-    """What an action computes. A whole backward is both gradients at once."""
+    """What an action computes. ``BACKWARD`` computes the input gradient and the weight gradient together."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -21,7 +21,7 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """One computation of a stage: ``kind``, for one micro-batch, in the part of the model that is the stage's ``chunk``."""
+    """One computation of a stage, for one micro-batch and one of the stage's parts of the model, its ``chunk``."""
 
     kind: Kind
     micro_batch: int
@@ -32,14 +32,14 @@ class Action(NamedTuple):
 
 
 class Content(Enum):
-    """What travels between parts: activations to the next part, gradients to the one before."""
+    """What parts send each other: activations to the next part, gradients to the previous one."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
 
 class Output(NamedTuple):
-    """What ``part`` makes of one micro-batch: the activation that it returns, or the gradient of its input."""
+    """What ``part`` computes from one micro-batch: the activation that it returns, or the gradient of its input."""
 
     content: Content
     micro_batch: int
@@ -47,10 +47,10 @@ class Output(NamedTuple):
 
 
 class Placement(Enum):
-    """On which stage each part of the model lies.
+    """Which stage has which parts of the model.
 
-    ``LOOP``: part p is chunk p // stages of stage p % stages. ``V``: two chunks; the first half of the parts goes down the
-    stages and the second half comes back, so that the first stage has the first and the last part.
+    ``LOOP``: part p is chunk p // stages of stage p % stages. ``V``: two chunks. The first half of the parts is assigned from the
+    first stage to the last and the second half from the last to the first, so the first stage has the first and the last part.
     """
 
     LOOP = "loop"
@@ -83,12 +83,12 @@ _CHANGES_OF_LIVE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRADIENT: 0, 
 class Schedule:
     """The order of the actions of each stage in one step of ``micro_batches`` micro-batches.
 
-    The model is cut into ``stages`` x ``chunks`` parts, which :class:`Placement` lays on the stages. A forward needs the forward of
-    the part before. A backward, or an input gradient, needs its own forward and the backward or input gradient of the part
-    after. A weight gradient needs its own input gradient.
+    The model is divided into ``stages`` x ``chunks`` parts, and :class:`Placement` assigns them to stages. A forward needs the
+    forward of the previous part. A backward or input gradient needs the forward of its own part and the backward or input gradient
+    of the next part. A weight gradient needs the input gradient of its own part.
 
-    Where the two parts lie on different stages, the output is sent. On each directed edge, from one stage to another, the outputs
-    travel in the order in which the sender makes them (:meth:`sends`), and the receiver takes them in that order.
+    An output that is needed on another stage is sent there. Outputs from one stage to another are sent in the order in which the
+    sender computes them (:meth:`sends`), and received in the same order.
     """
 
     name: str
@@ -101,9 +101,13 @@ class Schedule:
     def __post_init__(self) -> None:
         check_sizes(self.stages, self.micro_batches, self.chunks)
         if len(self.orders) != self.stages:
-            raise ConfigError(f"The schedule {self.name!r} has {self.stages} stages and orders of {len(self.orders)}.")
+            raise ConfigError(
+                f"The schedule {self.name!r} has {self.stages} stages and orders of {len(self.orders)}. Give one order per stage."
+            )
         if self.placement is Placement.V and self.chunks != 2:
-            raise ConfigError(f"In the placement 'v' each stage has 2 chunks, and {self.name!r} has {self.chunks}.")
+            raise ConfigError(
+                f"In the placement 'v' each stage has 2 chunks, and {self.name!r} has {self.chunks}. Set chunks=2, or use 'loop'."
+            )
 
     @property
     def parts(self) -> int:
@@ -119,11 +123,11 @@ class Schedule:
         return self.placement.place_of(part, self.stages)
 
     def output_of(self, stage: int, action: Action) -> Output | None:
-        """Return what ``action`` on ``stage`` makes that other actions need; None for a weight gradient."""
+        """Return the output of ``action`` on ``stage``; None for a weight gradient, which no other action needs."""
         return output_of(action, self.part_of(stage, action.chunk))
 
     def inputs_of(self, stage: int, action: Action) -> tuple[Output, ...]:
-        """Return what ``action`` on ``stage`` needs, made on this stage or another."""
+        """Return the outputs that ``action`` on ``stage`` needs, from this stage or another."""
         return inputs_of(action, self.part_of(stage, action.chunk), self.parts)
 
     def destination_of(self, output: Output) -> int | None:
@@ -140,9 +144,9 @@ class Schedule:
         return self.sends(source, stage)
 
     def peak_live(self, stage: int) -> int:
-        """Return for how many micro-batches, counted once per chunk, ``stage`` holds activations at once, at most.
+        """Return the largest number of micro-batches, counted once per chunk, whose activations ``stage`` holds at once.
 
-        They are held from a forward to the end of the backward, or of the weight gradient.
+        Activations are held from the forward to the end of the backward or of the weight gradient.
         """
         changes = (_CHANGES_OF_LIVE[action.kind] for action in self.orders[stage])
         return max(accumulate(changes), default=0)
@@ -154,7 +158,7 @@ class Schedule:
 
 
 def output_of(action: Action, part: int) -> Output | None:
-    """Return what ``action`` makes in ``part`` that other actions need."""
+    """Return the output of ``action`` in ``part``; None if no other action needs one."""
     if action.kind is Kind.WEIGHT_GRADIENT:
         return None
     content = Content.ACTIVATION if action.kind is Kind.FORWARD else Content.GRADIENT
@@ -162,7 +166,7 @@ def output_of(action: Action, part: int) -> Output | None:
 
 
 def inputs_of(action: Action, part: int, parts: int) -> tuple[Output, ...]:
-    """Return what ``action`` needs in ``part``, one of the model's ``parts``."""
+    """Return the outputs that ``action`` needs in ``part``, one of the model's ``parts``."""
     micro_batch = action.micro_batch
     if action.kind is Kind.FORWARD:
         return (Output(Content.ACTIVATION, micro_batch, part - 1),) if part > 0 else ()
@@ -176,4 +180,4 @@ def check_sizes(stages: int, micro_batches: int, chunks: int) -> None:
     """Raise :class:`ConfigError` unless all three are at least 1."""
     for noun, size in {"stages": stages, "micro-batches": micro_batches, "chunks": chunks}.items():
         if size < 1:
-            raise ConfigError(f"A schedule needs at least 1 of {noun}, and got {size}.")
+            raise ConfigError(f"The number of {noun} must be at least 1, and got {size}.")

@@ -38,8 +38,8 @@ class Timeline:
     def waiting(self, stage: int) -> float:
         """Return the time in which ``stage`` computes nothing between its own first and last action.
 
-        Zero-bubble schedules bring this to 0. The time before the first action and after the last stays, because the first
-        micro-batch must reach a stage; with no synchronisation at the end of a step it overlaps with the next one.
+        Zero-bubble schedules bring this to 0. The idle time before the first and after the last action remains, because the first
+        micro-batch must reach the stage. Without synchronisation at the end of a step it overlaps with the next step.
         """
         return self.spans[stage][-1].end - self.spans[stage][0].start - self._busy(stage)
 
@@ -72,7 +72,7 @@ def make_timeline(schedule: Schedule, times: Times | None = None) -> Timeline:
 
 
 def ideal_step_time(schedule: Schedule, times: Times) -> float | None:
-    """Return the time of a step by the formula of the schedule's paper, with no time for transfers; None where it has none.
+    """Return the time of a step by the formula in the schedule's paper, which ignores transfers; None if there is no formula.
 
     With f, i, w the times of one part, b = i + w, m micro-batches, s stages and v chunks:
 

@@ -1,4 +1,4 @@
-"""Zero bubble: weight gradients, which nobody waits for, fill the time in which a stage would wait."""
+"""Zero bubble: a stage computes weight gradients, which no other stage needs, while it would otherwise wait."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ def zero_bubble(
 ) -> Schedule:
     """Return a schedule of Qi et al.: 2023, "Zero Bubble Pipeline Parallelism", or 2024, "... with Controllable Memory".
 
-    A backward is split: input gradients are made at once, for the stage before needs them, and weight gradients later.
+    Each backward is split: the input gradient is computed first, because the previous stage needs it, the weight gradient later.
 
     ``chunks=1`` is ZB-H1. With times f, i, w per micro-batch and stage the bubble is (stages - 1) (f + i - w), a third of that of
     1F1B if all three are equal, and at most ``stages`` micro-batches are live on a stage, the most that 1F1B has.
 
     ``chunks=2`` is ZB-V, in the placement "v". With equal times, no time for transfers and at least 2 stages - 1 micro-batches,
     no stage waits between its first and its last action. A step takes 3 micro_batches chunks + stages - 1 times the time of one
-    action. At most 2 stages micro-batches of a chunk are live on a stage, which is as much memory as 1F1B needs, for a chunk is
-    half of a stage.
+    action. At most 2 stages micro-batches of a chunk are live on a stage. A chunk is half of a stage, so this is as much memory as
+    1F1B needs.
 
-    Both orders of the papers are compared with the one that :class:`ListScheduler` finds, and the one that is shorter with these
-    ``times`` is returned; the latter is often shorter for few micro-batches. ``most_live`` limits the micro-batches, counted
-    once per chunk, that are live on a stage; by default stages x chunks.
+    The paper's order is compared with the one that :class:`ListScheduler` finds, which is often shorter for few micro-batches. The
+    one that is shorter with these ``times`` is returned. ``most_live`` limits the micro-batches, counted once per chunk, that are
+    live on a stage; by default it is stages x chunks.
 
     >>> " ".join(map(str, zero_bubble(2, 3).orders[1]))
     'F0 I0 F1 I1 W0 F2 I2 W1 W2'
     """
     check_sizes(stages, micro_batches, chunks)
     if chunks > 2:
-        raise ConfigError(f"The schedule 'zero-bubble' is defined for chunks=1 and chunks=2, and got {chunks}.")
+        raise ConfigError(
+            f"The schedule 'zero-bubble' is defined for chunks=1 and chunks=2, and got {chunks}."
+            " Use one of these, or 'interleaved'."
+        )
     times = times or Times()
     times.check(stages * chunks)
     most_live = stages * chunks if most_live is None else most_live
@@ -65,7 +68,7 @@ def _duration(schedule: Schedule, times: Times) -> tuple[float, float]:
 
 
 def h1_orders(stages: int, micro_batches: int) -> Orders:
-    """Return the orders of ZB-H1: 1F1B whose weight gradients come on stage s by s micro-batches later than input gradients."""
+    """Return the orders of ZB-H1: 1F1B in which stage s computes weight gradients s micro-batches after input gradients."""
     return tuple(tuple(_h1_order(stages, stage, micro_batches)) for stage in range(stages))
 
 
@@ -82,9 +85,9 @@ def _h1_order(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
 
 
 def v_orders(stages: int, micro_batches: int) -> Orders:
-    """Return the orders of ZB-V, action by action those of ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
+    """Return the orders of ZB-V, the same actions as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
 
-    For fewer micro-batches than 2 stages - 1, of which the pattern is made, the last ones are left out of the order for so many.
+    The pattern needs at least 2 stages - 1 micro-batches. For fewer, it is made for so many, and the surplus ones are left out.
     """
     pattern_for = max(2 * stages - 1, micro_batches)
     return tuple(
@@ -98,8 +101,8 @@ def v_orders(stages: int, micro_batches: int) -> Orders:
 def _v_pattern(stages: int, stage: int, micro_batches: int) -> list[str]:
     """Return the kind and the chunk of each action: chunk 0 is on the way down, chunk 1 on the way back.
 
-    The stage first fills with forwards, alternates between both chunks while micro-batches last, and drains; weight gradients
-    follow their input gradients but for the last ``stage``, which are kept for the end.
+    The stage starts with forwards, alternates between both chunks while there are micro-batches, and drains. Weight gradients
+    follow their input gradients, except the last ``stage`` ones, which come at the end.
     """
     from_end = stages - stage
     fill = ["F0"] * (2 * from_end - 1) + ["F1", "F0"] * stage + ["F1", "I1", "W1"] * from_end

@@ -59,7 +59,9 @@ class PlannedModule:
             return 0
         if is_conv1d(self.module):
             return 1
-        raise self.misfit(f"{style} is a style of nn.Linear and of Hugging Face's Conv1D. Choose another style for this module.")
+        raise self.misfit(
+            f"{style} is a style of nn.Linear and of Hugging Face's Conv1D. Choose another style for this module."
+        )
 
     def number_of(self, heads: str | int) -> int:
         """Return the number of heads; a plan gives the number, or the name of an attribute of the model's config."""
@@ -157,7 +159,9 @@ class VocabularyEmbedding:
         """See :class:`Style`."""
         module = planned.module
         if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-            raise planned.misfit("VocabularyEmbedding is a style of nn.Embedding. Choose another style for this module.")
+            raise planned.misfit(
+                "VocabularyEmbedding is a style of nn.Embedding. Choose another style for this module."
+            )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise planned.misfit(
                 "max_norm, scale_grad_by_freq and sparse gradients do not work with a split table. Turn them off, or use Whole()."
