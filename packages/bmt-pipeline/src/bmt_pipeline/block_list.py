@@ -147,11 +147,11 @@ class PipelineTransformerBlockList(LayerList):
         """Run all layers on this rank's batch. Collective over the pipeline; all its ranks pass tensors of the same shapes.
 
         Returns what :meth:`TransformerBlockList.forward` returns. Of further tensors whose dim 0 is the batch, each micro-batch
-        gets its rows; any other tensor is passed whole with the rows of its rank. ``batch_related`` names the positional arguments after
-        the hidden states whose dim 0 is the batch, if sizes alone would mislead.
+        gets its rows; any other tensor is passed whole with the rows of its rank. ``batch_related`` names the positional arguments
+        after the hidden states whose dim 0 is the batch, if sizes alone would mislead.
 
         Raises :class:`ConfigError` on all ranks if the batch cannot be divided into micro-batches or ranks pass different shapes.
-        If a stage fails, that stage raises its error and the others :class:`RemoteError` with its traceback.
+        If a stage fails, it raises its error, and the others :class:`RemoteError` with its traceback.
         """
         if self.stages == 1 or not self._total:
             return super().forward(*args, return_hidden_states=return_hidden_states, **kwargs)

@@ -2,8 +2,8 @@
 
 [Note: several pipelines] Ranks with the same stage in different pipelines gather and reduce its parameters together. If the stage
 fails in one pipeline, the ranks with this stage in the others wait for it, and their pipelines wait for them; none knows the cause.
-So the rank that fails first writes the cause to the store. The others raise it when their wait ends: when the failed rank has ended,
-or after the timeout.
+So the rank that fails first writes the cause to the store. The others raise it when their wait ends: when the failed rank has
+ended, or after the timeout.
 """
 
 from __future__ import annotations

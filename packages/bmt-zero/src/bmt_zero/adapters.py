@@ -1,8 +1,8 @@
-"""Adapters, as PEFT puts them into a model: layers that are merged into the weights beside them, and models that are counted.
+"""PEFT's adapters in a sharded model: let them merge into whole weights, and let models count whole parameters.
 
-Both read and write weights where no forward runs, so they would meet this rank's parts. Of two parts of one length, ``B @ A`` is a
-number, which would be added to the weight without an error. So such modules get a class in front of their own, as Blocks do.
-Their methods are known by name; PEFT need not be installed.
+Merging and counting read weights outside of a forward, where the parameters are this rank's 1-D parts. With two parts of the same
+length, ``B @ A`` would be one number, and PEFT would add it to the weight without an error. So modules with such methods get a
+class in front of their own, as Blocks do. They are recognised by the names of their methods; PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from bmt_core.modules.whole_parameters import whole_parameters, whole_shapes
 
 
 def see_whole_adapters(modules: Iterable[nn.Module | None]) -> None:
-    """Let those of ``modules`` that merge or unload adapters do so with whole parameters."""
+    """Let the modules among ``modules`` that merge or unload adapters do so with whole parameters."""
     for module in modules:
         _extend(module, [MergesWhole, HasWholeDelta, UnloadsParts])
 
 
 def count_whole_parameters(model: nn.Module) -> None:
-    """Let ``model``, if it counts parameters, count whole ones."""
+    """If ``model`` has a method that counts parameters, let it count whole ones."""
     _extend(model, [CountsWhole, NumbersWhole])
 
 
 def added(parent: nn.Module, child: nn.Module | None) -> None:
-    """Do both for what ``child`` brings into a model that is wrapped already. Called when ``parent`` was given it."""
+    """Do both for a module ``child`` that ``parent`` was given after wrapping."""
     see_whole_adapters([child])
     if isinstance(child, UnloadsParts):  # PEFT's model around the one with adapters
         count_whole_parameters(parent)
@@ -42,7 +42,7 @@ class _Extended(nn.Module):
 
 
 class MergesWhole(_Extended):
-    """A layer with adapters, such as PEFT's ``LoraLayer``: it is merged with its parameters whole. Collective."""
+    """A layer with adapters, such as PEFT's ``LoraLayer``: its parameters are whole while adapters are merged. Collective."""
 
     def merge(self, *args: Any, **kwargs: Any) -> Any:
         """Merge the adapters into the weight."""
@@ -65,15 +65,15 @@ class HasWholeDelta(_Extended):
 
 
 class UnloadsParts(_Extended):
-    """A model with adapters, such as PEFT's ``LoraModel``: it hands weights on as they are, without gathering them."""
+    """A model with adapters, such as PEFT's ``LoraModel``: unloading moves the sharded weights without gathering them."""
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model without adapters, which were merged. Collective."""
+        """Merge the adapters and return the model without them. Collective."""
         with reading_parts():
             return super().merge_and_unload(*args, **kwargs)  # type: ignore[misc]
 
     def unload(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model without adapters, as it was before them."""
+        """Return the model without adapters and without merging them."""
         with reading_parts():
             return super().unload(*args, **kwargs)  # type: ignore[misc]
 
@@ -82,7 +82,7 @@ class CountsWhole(_Extended):
     """A model with adapters, such as PEFT's ``PeftModel``: it counts whole parameters."""
 
     def get_nb_trainable_parameters(self) -> Any:
-        """Return how many numbers are trained, and how many there are."""
+        """Return the number of trainable elements and of all elements."""
         with whole_shapes(self):
             return super().get_nb_trainable_parameters()  # type: ignore[misc]
 
@@ -91,7 +91,7 @@ class NumbersWhole(_Extended):
     """A model of Hugging Face: it counts whole parameters."""
 
     def num_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Return how many numbers the model has."""
+        """Return the number of elements of the model."""
         with whole_shapes(self):
             return super().num_parameters(*args, **kwargs)  # type: ignore[misc]
 
@@ -112,5 +112,5 @@ def _extend(module: nn.Module | None, mixins: Iterable[type[nn.Module]]) -> None
 
 
 def _whole_outside_of_forward(layer: nn.Module) -> AbstractContextManager[None]:
-    # Some layers merge in their forward.
+    # Some layers merge in their forward, where parameters are whole already.
     return nullcontext() if is_call_under_way() else whole_parameters(layer)

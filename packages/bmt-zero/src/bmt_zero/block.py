@@ -43,26 +43,28 @@ class Block(nn.Module):
 
     ``use_checkpoint``: keep only the inputs and recompute the activations in backward, with the random numbers of
     forward; without it, parts of the module may use ``torch.utils.checkpoint`` themselves. ``zero_level`` (default:
-    that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and optimizer state and gathers once
-    after each optimizer step; 2 gathers in forward and keeps until backward ends; 3 frees after forward and gathers
-    again in backward. ``initialized``: the values are final, :func:`init_parameters` leaves them. ``reduce_dtype``: how
-    gradients are summed over ranks, see :func:`init_distributed`.
-    ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share what was compiled.
-    ``local_axes``: axes of the rank grid along which each rank has a block of its own, such as the axis of pipeline stages:
-    parameters are sharded over the ranks that differ along the other axes only. ``mode="PIPE"`` is BMTrain's spelling for a
-    block inside one pipeline stage.
+    that of ``init_distributed``): 0 replicates parameters; 1 shards gradients and optimizer state, and gathers parameters once
+    after each optimizer step; 2 gathers in forward and keeps them until backward ends; 3 frees them after forward and gathers
+    again in backward. ``initialized``: the values are final, and :func:`init_parameters` does not change them. ``reduce_dtype``:
+    how gradients are summed over ranks, see :func:`init_distributed`.
+    ``compile``: run the inner module's forward through ``torch.compile``; blocks of one class share the compiled code.
+    ``local_axes``: axes of the rank grid along which ranks have different blocks, such as the axis of pipeline stages.
+    Parameters are then sharded only over ranks that agree along these axes. ``mode="PIPE"`` is BMTrain's spelling for a block
+    inside one pipeline stage.
 
-    ``inner_module`` may be on the meta device: it is sharded as it is and gets its values from :func:`init_parameters`
-    or from a checkpoint. Using it without is an error.
+    ``inner_module`` may be on the meta device: it is sharded without values and gets them from :func:`init_parameters`
+    or from a checkpoint. Calling it before is an error.
 
-    Making a block is collective where a parameter was sharded before; calling it is, and so is its backward.
+    Making a block is collective if a parameter was sharded before. Calling it is collective, and so is its backward.
     """
 
-    _bmt_shards_as_one = True  # what initialisation makes whole together: see bmt_core.init.whole_parameters
+    _bmt_shards_as_one = True  # initialisation gathers the whole block at once: see bmt_core.init.whole_parameters
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):
-            raise TypeError(f"A Block is made of an nn.Module, not of {type(inner_module).__name__}.")
+            raise TypeError(
+                f"A Block is made of an nn.Module, not of {type(inner_module).__name__}. Pass the layer itself, not its class."
+            )
         if isinstance(inner_module, Block):
             raise ConfigError(
                 f"This {type(inner_module).__name__} is a Block already. Wrap a module once and share the Block."
@@ -87,7 +89,7 @@ class Block(nn.Module):
     ) -> None:
         level = check_zero_level(current().settings.zero_level if zero_level is None else zero_level)
         if isinstance(local_axes, str):
-            raise ConfigError(f"local_axes is a collection of axes, such as ({local_axes!r},), not a text.")
+            raise ConfigError(f"local_axes must be a collection of axes, such as ({local_axes!r},), not a text.")
         self.__dict__["_bmt_block"] = BlockEngine(
             use_checkpoint=use_checkpoint,
             level=level,
@@ -113,7 +115,7 @@ class Block(nn.Module):
             return engine.run(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the inner module on whole parameters; takes every argument that it takes."""
+        """Run the inner module with whole parameters and the same arguments."""
         engine = self._bmt_block
         if not engine.is_running:
             return self(*args, **kwargs)
@@ -123,7 +125,7 @@ class Block(nn.Module):
         return super().forward(*args, **kwargs)
 
     def set_use(self, use: BlockUse) -> None:
-        """Say which of the step's calls the following calls of the block are; for schedules: see :class:`BlockUse`."""
+        """Set the :class:`BlockUse` of the following calls. For schedules and gradient accumulation."""
         self._bmt_block.use = use
 
     def init_parameters(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +158,7 @@ class Block(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Hugging Face's switch: setting it sets whether the block recomputes; the layer's own way of doing so stays off."""
+        """Hugging Face's switch. Setting it switches the block's recomputation; it reads False, so the layer's own stays off."""
         return False
 
     @gradient_checkpointing.setter
@@ -188,7 +190,7 @@ class Block(nn.Module):
 
     @contextmanager
     def _bmt_parameters_shown(self) -> Iterator[None]:
-        """Inside, the modules hold the parameters, also while a backward pass is under way; for what saves them."""
+        """Inside, the modules hold the sharded parameters even while a backward pass runs; for state dicts."""
         self._bmt_block.block.run.end_failed_passes()
         slots = self._bmt_block.block.slots
         slots.show_parameters()
@@ -208,7 +210,7 @@ class Block(nn.Module):
         errors: Any,
     ) -> None:
         refuse_assign(metadata)
-        # torch hands this same dict on to the modules inside, whose own loading then meets parts.
+        # torch passes this same dict to the submodules, so their own loading finds parts too.
         for name, parameter in self.named_parameters(remove_duplicate=False):
             replace_by_part(state_dict, prefix + name, parameter, errors)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, extra, errors)
@@ -222,7 +224,7 @@ CheckpointBlock = Block
 
 @never_compiled
 def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
-    """Call ``block`` in a model that is compiled as a whole: what is compiled around the block ends before it."""
+    """Call ``block`` in a model that is compiled as a whole. The compiled graph breaks before the block."""
     return block(*args, **kwargs)
 
 
@@ -230,7 +232,7 @@ def _uncompiled(block: Block, *args: Any, **kwargs: Any) -> Any:
 def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., Any]:
     """Return the compiled ``forward`` of modules of class ``kind``.
 
-    What is recomputed is compiled too: so the compiler sees what backward needs, and makes no more of it.
+    With ``recomputes`` the recomputation is compiled too, so that the compiler sees it and saves nothing else for backward.
     """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -240,10 +242,10 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
         def again(*tensors: torch.Tensor) -> Any:
             return kind.forward(module, *args, **kwargs)
 
-        # The tensors are passed for their devices, whose random state torch keeps where it does not compile.
+        # The tensors are passed so that torch knows their devices, whose random state it saves when it runs this uncompiled.
         return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
 
-    # torch limits how often a code object is compiled, and every forward that is defined here has the same one.
+    # torch limits how often one code object is compiled, and without a copy all forwards defined here would share one.
     forward.__code__ = forward.__code__.replace()
     compiled: Callable[..., Any] = torch.compile(forward)
     return compiled

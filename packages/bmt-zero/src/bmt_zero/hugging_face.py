@@ -1,9 +1,9 @@
-"""Key-value caches among the arguments of a block: objects that the block changes, and that recomputation must not.
+"""Key-value caches among the arguments of a block, which forward changes and recomputation must not change again.
 
-A cache, as Hugging Face's models pass it from layer to layer, is an object that answers ``get_seq_length()`` or, for
-linear attention, ``update_conv_state()``. A block appends its keys and values to it. Recomputed with the same object, the
-block would find its own entries there; so it gets a copy of the cache as it was before forward. The tensors in it are
-shared where the cache replaces them; one that writes to them says so by ``is_compileable``, and its tensors are copied.
+A cache, as Hugging Face's models pass it from layer to layer, is an object with ``get_seq_length()`` or, for linear attention,
+``update_conv_state()``. A block appends its keys and values to it. If the block were recomputed with the same object, it would
+find its own entries there. So recomputation gets a copy of the cache as it was before forward. The copy shares the tensors of a
+cache that replaces its tensors. A cache that writes into them says so by ``is_compileable``, and then they are copied too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 
 def with_own_caches(arguments: Any) -> Any:
-    """Return ``arguments`` with every cache in them replaced by a copy; what holds none is returned as it is."""
+    """Return ``arguments`` with a copy in place of every cache. Containers without a cache are returned themselves."""
     if isinstance(arguments, (tuple, list)) and not hasattr(arguments, "_fields"):
         items = [with_own_caches(item) for item in arguments]
         return arguments if all(map(operator.is_, items, arguments)) else type(arguments)(items)
@@ -30,9 +30,9 @@ def with_own_caches(arguments: Any) -> Any:
 
 
 def without_cache_in_recomputation(module: nn.Module) -> None:
-    """Let ``module`` build no cache, unless asked, in training with blocks that recompute.
+    """Let ``module`` build no cache in training with blocks that recompute, unless the call passes ``use_cache``.
 
-    It would keep keys and values of every layer until backward, which recomputation is there to throw away.
+    A cache would keep the keys and values of every layer until backward, the memory that recomputation saves.
     """
     names = list(inspect.signature(module.forward).parameters)
     if "use_cache" in names and getattr(getattr(module, "config", None), "use_cache", False):

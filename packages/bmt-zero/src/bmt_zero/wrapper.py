@@ -24,19 +24,19 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
-    Children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) stay inside. All other
-    parameters become :class:`DistributedParameter` and read as whole tensors. A parameter that is tied across blocks,
-    or to something outside, stays one parameter. Buffers move to the run's device. Every rank must hold the same
-    values before, and keeps its part.
+    The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) are part of the Block. All
+    other parameters become :class:`DistributedParameter` and read as whole tensors. A parameter that is tied across blocks,
+    or to a module outside of them, stays one parameter. Buffers move to the run's device. Every rank must pass the same
+    values, and keeps its part.
 
-    A model that was built under ``torch.device("meta")`` is then initialised, with one block whole at a time: by
-    ``init(module)``, called for every module, children first; by default as :func:`init_parameters` says, by
-    ``_init_weights`` of Hugging Face models and ``reset_parameters`` of modules. ``init=False`` draws nothing, for a
-    model whose values come from a checkpoint; buffers that no checkpoint holds are computed all the same.
+    A model that was built under ``torch.device("meta")`` is then initialised, one whole block at a time. ``init(module)`` is
+    called for every module, children first; the default is that of :func:`init_parameters`: ``_init_weights`` of Hugging Face
+    models, or ``reset_parameters`` of modules. ``init=False`` draws nothing, for a model whose values come from a checkpoint;
+    buffers that are in no checkpoint are computed anyway.
     """
     check_can_be_sharded(model)
-    zero_run()  # which gathers parameters outside of Blocks together
-    # All at once: buffers that several modules hold stay one tensor.
+    zero_run()  # made now, because it observes calls and gathers parameters outside of Blocks together
+    # For all modules at once, so that a buffer which several modules share stays one tensor.
     materialize_buffers(model.modules(), current().device)
     blocks = list(_outermost_list_members(model))
     outside = _parameters_outside(model, blocks)
@@ -65,7 +65,7 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
 
 
 def _outermost_list_members(module: nn.Module) -> Iterator[nn.Module]:
-    """Members of the module lists that are in no other module list, each once."""
+    """Yield each member of the outermost module lists once."""
     seen: set[int] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,4 @@
-"""Saving on a thread, one save at a time. The next save or load raises its error."""
+"""Saving on a thread, one save at a time. If a save fails, the next save or load raises its error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def start_save(what: str, write: Callable[[], None]) -> None:
 def tried(make: Callable[[], T]) -> Callable[[], T]:
     """Call ``make`` now, and return a function that returns its result or raises its error.
 
-    For what the program does for its thread: where that fails on one rank, the threads of all learn of it, and no rank waits now.
+    The program uses it for work whose result the saving thread needs. If it fails on one rank, the threads of all ranks learn of it
+    later, so that no rank has to wait for the others now.
     """
     try:
         made = make()
@@ -67,9 +68,9 @@ def tried(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def group_of_writers() -> Group:
-    """Return a group of all ranks for the thread of :func:`start_save`, beside what the program communicates.
+    """Return a group of all ranks for the thread of :func:`start_save`, separate from the groups of the program.
 
-    The first call is collective: it connects the group, so that ranks do so in the program's order.
+    The first call is collective: it connects the group now, at the same point of the program on all ranks.
     """
     if not is_initialized():
         return world_group()
@@ -83,7 +84,7 @@ def wait_for_saves() -> None:
 
 
 def finish_last_save(before: str) -> None:
-    """Do the same as :func:`wait_for_saves`, ``before`` a call such as "loading model.pt", which errors then name."""
+    """Do the same as :func:`wait_for_saves`. Errors say that it happened ``before``, for example, "loading model.pt"."""
     what = f"a checkpoint in the background, before {before}" if before else "a checkpoint in the background"
     with off_meta_device(), collective_section(world_group(), what):
         join_last_save()
@@ -95,7 +96,7 @@ def join_last_save() -> None:
     if (finished := _under_way) is None:
         return
     finished.thread.join()
-    _under_way = None  # not before: who interrupts the wait and saves again must wait again
+    _under_way = None  # only now: if the wait is interrupted, the next save must wait again
     if is_initialized() and finished.thread.join in current().at_shutdown:
         current().at_shutdown.remove(finished.thread.join)
     if (error := finished.error) is not None:

@@ -1,7 +1,7 @@
-"""The CRC-32 of a whole, of parts of which nobody has all: each rank computes that of its own.
+"""The CRC-32 of a tensor whose parts are on several ranks, combined from the CRC-32 of each part.
 
-A CRC-32 is a remainder of polynomials over two elements. That of a whole is the exclusive or of those of its parts, each followed
-by as many zeros as there are bytes behind it (Adler's ``crc32_combine`` in zlib, which Python does not offer).
+A CRC-32 is a remainder of polynomials over the field of two elements. The CRC-32 of the whole is the exclusive or of those of its
+parts, each extended by as many zero bytes as follow the part (Adler's ``crc32_combine`` in zlib, which Python does not offer).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ _ONE = 1 << 31
 
 
 def followed_by(checksum: int, count: int) -> int:
-    """Return what ``checksum`` of a part adds, by exclusive or, to that of a whole in which ``count`` bytes follow the part.
+    """Return the contribution of a part with this ``checksum`` to the whole, in which ``count`` bytes follow the part.
+
+    The checksum of the whole is the exclusive or of the contributions of all parts.
 
     >>> import zlib
     >>> followed_by(zlib.crc32(b"check"), 3) ^ zlib.crc32(b"sum") == zlib.crc32(b"checksum")

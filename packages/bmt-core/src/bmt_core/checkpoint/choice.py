@@ -18,7 +18,7 @@ _SUFFIXES_OF_OTHERS = (".gguf", ".json", ".npz", ".h5", ".onnx")
 
 
 def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
-    """Return the format that ``choice`` is or names; for None the one of ``path``'s suffix, or else the torch format.
+    """Return the format that ``choice`` is or names. None: the format of ``path``'s suffix, or the torch format if there is none.
 
     Raises :class:`CheckpointError` for a suffix of a format that no installed package provides; :class:`PluginError` for an
     unknown name.
@@ -86,5 +86,6 @@ def _instantiate(kind: type) -> CheckpointFormat:
     if not issubclass(kind, CheckpointFormat):
         raise PluginError(
             f"{kind.__qualname__} is announced as a checkpoint format but is no subclass of CheckpointFormat."
+            " Derive it from bmt_core.checkpoint.CheckpointFormat."
         )
     return kind()

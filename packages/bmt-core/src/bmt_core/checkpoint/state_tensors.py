@@ -1,4 +1,4 @@
-"""Tensors in a manager's state: ``TensorPart``, this rank's part of one to be saved, and ``StoredTensor``, one to be loaded."""
+"""Tensors in a manager's state: ``TensorPart``, this rank's part of a tensor to save, and ``StoredTensor``, a tensor to load."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _REFERENCE = "bmt.tensor"
 class TensorPart:
     """This rank's part of a tensor that a checkpoint stores whole, under ``name``.
 
-    The tensor has ``shape`` and ``dtype``, and lies over the ranks as ``parameter`` does: if that is distributed, ``value()``
-    returns the 1-D part that belongs to this rank's part of it, otherwise the whole tensor, the same on every rank.
+    The tensor has ``shape`` and ``dtype``, and is sharded like ``parameter``. If the parameter is distributed, ``value()`` returns
+    the 1-D part that belongs to this rank's part of the parameter; otherwise the whole tensor, the same on every rank.
     """
 
     name: str
@@ -28,7 +28,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class TensorName:
-    """Stands for a tensor of which this rank has no part: another one has a :class:`TensorPart` of that name."""
+    """Stands for a tensor of which this rank has no part. Another rank has a :class:`TensorPart` of this name."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""``WholeState``: the tensors that ranks hold parts of, of a model or of its optimizer; its parts, and wholes one at a time."""
+"""``WholeState``: the tensors of a model or its optimizer, of which ranks hold parts; gives the parts, or whole tensors one by one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Value = torch.Tensor | TensorPart
 
 
 class OwnPart(NamedTuple):
-    """What this rank writes of a tensor: what ``read`` returns. ``ranges`` of the flattened whole say where its elements lie."""
+    """The elements of a tensor that this rank writes: ``read`` returns them; ``ranges`` are their places in the flattened whole."""
 
     name: str
     dtype: torch.dtype
@@ -128,7 +128,7 @@ def _with_module(state: Any, module: nn.Module, prefix: str) -> Any:
 
 
 class Report(NamedTuple):
-    """What a rank tells the others about what it holds."""
+    """What a rank holds, as it is sent to the other ranks."""
 
     entries: dict[str, TensorEntry | None]  # None for a value in ``extra``
     extra: bytes  # values that are not tensors, by name, serialised

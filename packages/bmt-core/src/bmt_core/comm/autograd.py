@@ -1,7 +1,7 @@
 """Differentiable collectives over a :class:`Group`.
 
 [Note: what is differentiated] Every rank has its own loss. As in BMTrain, a backward pass computes the derivative of *this
-rank's* loss by this rank's input: gradients of different ranks are not added up in a collective's backward. The exceptions are
+rank's* loss with respect to this rank's input: a collective's backward does not sum gradients over ranks. The exceptions are
 ``broadcast`` and ``reduce_scatter``, whose results depend on inputs that only other ranks have. Gradients of parameters are summed
 over ranks once, after the backward pass.
 """
@@ -17,7 +17,7 @@ from bmt_core.comm.protocols import Group, ReduceOp
 
 
 class AllGather(torch.autograd.Function):
-    """x -> (size, *x.shape). Backward: the own part of the gradient."""
+    """x -> (size, *x.shape). Backward: this rank's slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:

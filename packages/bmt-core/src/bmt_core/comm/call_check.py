@@ -1,23 +1,23 @@
-"""``CallCheck``: every collective has a number and a text, and a rank enters none that differs from the others'.
+"""``CallCheck``: gives every collective a number and a text, and raises on a rank whose text differs from the others'.
 
-[Note: how calls are checked] A rank that is alone in a collective, or in another one than the rest, would hang, or gloo would
-abort its process, or tensors would be mixed. Two things prevent that, both through the rendezvous store.
+[Note: how calls are checked] If a rank is alone in a collective, or in another one than the rest, it would hang, gloo would abort
+its process, or the data of different calls would be mixed. Two checks prevent this, both through the rendezvous store.
 
 - *Before* a collective, :meth:`GroupCalls.enter` compares operation, size, dtype and the name of what travels with those of the
   first rank that entered the call of this number in this group: one request (``compare_set``), which waits for nobody. A
   rank that differs enters nothing and raises, so gloo sees no message of a wrong size.
-- *During* a collective, the main thread waits in pieces of a second, and between them asks :class:`CallWatch` whether the run has
-  failed. The watch is a thread that writes each second what this rank has entered, what it waits for, and whether it
-  has ended. When this rank has waited two seconds, it reads what the others wrote: a member that has ended, or ranks that wait
-  for each other in different groups, end the calls of all ranks. Members that have entered nothing are named in a warning. A lost
-  connection says that some rank is gone; the one that writes no more is it.
+- *During* a collective, the main thread waits one second at a time, and in between asks :class:`CallWatch` whether the run has
+  failed. The watch is a thread that every second writes what this rank has entered, what it waits for, and whether it has ended.
+  When this rank has waited two seconds, the watch reads what the others wrote. If a member has ended, or ranks wait for each other
+  in different groups, the calls of all ranks fail. Members that have not entered the call are named in a warning. If a connection
+  is lost, some rank is gone: it is the one whose watch has stopped writing.
 
-The first failure is written to the store, and raised by every rank in the call where it waits, or in its next one.
+The first failure is written to the store. Every rank raises it in the call in which it waits, or in its next one.
 
-On the CPU this is on unless the ranks meet in a file, which each comparison would lengthen. A collective on a GPU is not waited
-for by the host, which could not take it back either. So there the host waits, before it starts a collective, until all members
-have entered it, for the first calls of each group (rare ones, as those of ``save``, are among them), or for all if
-``check_calls=True``. Sends and receives have no number: they are watched for lost connections only.
+On the CPU all calls are checked, unless the ranks meet in a file, which every comparison would make longer. On a GPU the host does
+not wait for a collective, and cannot cancel one. So there the host waits before it starts a collective until all members have
+entered it. It does so for the first calls of each group (which include rare calls such as those of ``save``), or for all calls with
+``check_calls=True``. Sends and receives have no number; only lost connections are noticed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from bmt_core.comm.rank_states import Call
 from bmt_core.errors import CallError
 
 BESIDE_THE_PROGRAM = "beside"
-"""The purpose, in its name, of a group for a thread that runs beside the program, whose waits say nothing about the program's."""
+"""A part of the name of groups whose collectives a background thread makes. These are not checked or watched."""
 FIRST_CALLS = 200
 """How many calls of each group are checked on a GPU."""
-_SLOTS = 256  # the texts of so many calls are kept for each group: a rank that lags further behind is not compared
+_SLOTS = 256  # how many calls' texts are kept for each group; a rank that lags further behind is not compared
 _PIECE = timedelta(seconds=1)
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 0.02
 
 
 class CallCheck:
-    """The calls of a run's groups. ``always``: on GPUs too, after the first ones. ``timeout`` is the run's, in seconds."""
+    """Checks the calls of a run's groups. ``always``: check all calls on GPUs, not only the first. ``timeout`` is in seconds."""
 
     def __init__(
         self, store: dist.Store, *, rank: int, world_size: int, always: bool, timeout: float, serves_store: bool
@@ -90,16 +90,16 @@ class GroupCalls:
         return self._enter(text + _names.shown, compared=text + _names.compared)
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
-        """Do the same for a call on a device, and return when all members have entered it.
+        """Do the same for a call on a GPU, and return when all members have entered it.
 
-        When so many calls were checked as are to be, it does nothing.
+        Does nothing once the first calls of the group are checked.
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
             self._meet(self.enter(operation, tensor))
 
     def connect(self) -> None:
-        """Return when all members are about to connect the group: what connects them waits without an end."""
+        """Return when all members are about to connect the group, because connecting has no timeout of its own."""
         text = "the first operation on the group"
         self._meet(self._enter(text + _names.shown, compared=text))
 
@@ -139,10 +139,10 @@ class GroupCalls:
         return call
 
     def _first_entry(self, number: int, compared: str, shown: str) -> tuple[int, str] | None:
-        """Return which rank entered the call first, and what it shows, if it compares something else than ``compared``; or None.
+        """Return (rank, shown text) of the rank that entered the call first, if its text differs from ``compared``; or None.
 
-        Each slot holds the entry of the first that came, until the call :data:`_SLOTS` later takes it. Every rank knows what it
-        has last seen there, so one request replaces that, or finds that another rank was faster.
+        A slot holds the entry of the first rank, until the call :data:`_SLOTS` later replaces it. Every rank remembers what it last
+        saw in the slot, so one ``compare_set`` either replaces this, or returns the entry of a faster rank.
         """
         slot = number % _SLOTS
         seen = _Entry.of(self._slots[slot])
@@ -151,7 +151,7 @@ class GroupCalls:
             try:
                 found = self._store.compare_set(f"entered/{self._name}/{slot}", self._slots[slot], own).decode()
             except dist.DistError:
-                # Who serves the store may leave first. If anybody waits for it, the lost connection says so.
+                # The rank that serves the store may leave first. Ranks that wait for it notice the lost connection.
                 return None
             self._slots[slot], seen = found, _Entry.of(found)
         if seen.number != number or seen.compared == compared:
@@ -185,9 +185,9 @@ class GroupCalls:
 
 
 class naming:  # a context manager that is read like a function
-    """Inside, errors say of collectives what their ``purpose`` is, such as the name of a parameter.
+    """Inside, errors about collectives say their ``purpose``, such as the name of a parameter.
 
-    It is compared between ranks, unless ``is_compared`` is False because it may differ.
+    The purpose is compared between ranks; pass ``is_compared=False`` if it may differ.
     """
 
     def __init__(self, purpose: str, *, is_compared: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""``CallWatch``: a thread that tells the other ranks what this one does, and finds out why a call does not end."""
+"""``CallWatch``: a thread that writes this rank's calls to the store, and finds out why a call does not end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bmt_core.errors import CallError
 logger = logging.getLogger("bmt_core")
 
 PERIOD = 1.0
-"""Seconds between two states that a rank tells."""
+"""Seconds between two writes of a rank's state."""
 LOOK_AFTER = 2.0
 """Seconds for which a rank waits before it reads the others' states."""
 WARN_AFTER = 30.0
-"""Seconds for which a rank waits before it says for whom."""
-_SILENT_PERIODS = 3.5  # after so many without a word, while a connection is lost, a rank is taken for dead
-_PATIENCE = 7.0  # seconds for finding out who is dead
+"""Seconds for which a rank waits before it warns and names the missing ranks."""
+_SILENT_PERIODS = 3.5  # after so many periods without a new state, while a connection is lost, a rank counts as dead
+_PATIENCE = 7.0  # seconds to find out which rank is dead
 _READERS_PATIENCE = 3.0  # seconds for which the rank that serves the store waits for its readers
 _FAILURE, _FAREWELL = "failure", "farewell"
 _ADVICE = (
@@ -31,7 +31,7 @@ _ADVICE = (
 
 
 class CallWatch:
-    """What this rank knows of its own calls and those of the others: see [Note: how calls are checked].
+    """Watches the calls of this rank and the others: see [Note: how calls are checked].
 
     ``store`` is used by the thread alone. ``serves_store`` says whether the store ends with this process.
     """
@@ -39,9 +39,9 @@ class CallWatch:
     def __init__(self, store: dist.Store, *, rank: int, world_size: int, serves_store: bool) -> None:
         self.rank = rank
         self.failure: str | None = None
-        """Why no call of the run can be trusted any more; the same on every rank."""
+        """The first failure of the run, the same on every rank; None while there is none. After it every call raises."""
         self.store_is_gone = False
-        """Whether the rank that served the store has left, and nothing can be compared any more."""
+        """Whether the rank that served the store has left, so that calls cannot be compared any more."""
         self.entered: dict[str, int] = {}
         self.last: Call | None = None
         self._waiting: tuple[Call, float] | None = None
@@ -69,7 +69,7 @@ class CallWatch:
         self._waiting = call, time.monotonic()
 
     def end_wait(self) -> None:
-        """Note that it does not wait any more."""
+        """Note that this rank does not wait any more."""
         self._waiting = None
 
     def raise_failure(self, call: Call | str | None = None) -> None:
@@ -79,7 +79,7 @@ class CallWatch:
             raise CallError(self.failure + where)
 
     def fail(self, failure: str, store: dist.Store | None = None) -> None:
-        """Let the calls of all ranks fail; the first failure counts. The main thread passes a store of its own."""
+        """Make the calls of all ranks fail; the first failure is kept. Other threads pass a ``store`` of their own."""
         own = self._store if store is None else store
         try:
             failure = own.compare_set(_FAILURE, "", failure).decode()
@@ -89,9 +89,9 @@ class CallWatch:
         self._failure_is_known.set()
 
     def error_of_lost_connection(self, call: Call | str, error: Exception) -> CallError:
-        """Return what to raise when the communication engine has ended ``call`` with ``error``: which rank is gone.
+        """Return the error for a ``call`` that gloo or NCCL ended with ``error``. It names the rank that is gone.
 
-        It takes some seconds until a rank that was killed is known.
+        Waits some seconds until the watch has found that rank.
         """
         self._connection_is_lost = True
         self._wake.set()
@@ -103,16 +103,16 @@ class CallWatch:
         return CallError(f"{why} This is rank {self.rank}, in {call}.")
 
     def error_of_timeout(self, call: Call | str, timeout: float) -> CallError:
-        """Return what to raise when this rank has waited ``timeout`` seconds in ``call``."""
+        """Return the error for a ``call`` in which this rank has waited ``timeout`` seconds."""
         return CallError(
             f"Rank {self.rank} has waited {timeout:g} s in {call}. {self._missing or 'Look at the output of the other ranks.'}"
         )
 
     def close(self, ended: str = "") -> None:
-        """Tell the others that this rank leaves; ``ended`` is the error for which it does, if there is one.
+        """Tell the others that this rank leaves; ``ended`` is the error that ends it, if there is one.
 
-        The rank that serves the store waits a moment until they have read it: they would lose the news, and torch would print
-        much about a store that is gone.
+        The rank that serves the store waits a moment until the others have read this. Otherwise they would miss it, and torch would
+        print long messages about a lost store.
         """
         self._is_stopping = True
         self._wake.set()
@@ -145,7 +145,7 @@ class CallWatch:
             self._failure_is_known.set()
 
     def _tick(self) -> bool:
-        """Tell and read; return whether there will be more of that."""
+        """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
         waiting = self._waiting
         self._tell()
@@ -161,13 +161,13 @@ class CallWatch:
         if self._connection_is_lost:
             self._look_for_the_dead(now)
         elif waiting is not None and now - waiting[1] >= LOOK_AFTER and now >= self._next_look:
-            # All read the states of all: with many ranks, less often.
+            # Every waiting rank reads the states of all ranks: with many ranks, less often.
             self._next_look = now + self._world_size / 64
             self._look(waiting[0], now - waiting[1])
         return True
 
     def _tell(self, ended: str | None = None) -> None:
-        # Waiting first: a call that is entered meanwhile is then in ``entered``, and nobody seems to miss it.
+        # ``waiting`` is read before ``entered``, so that a call entered in between is not reported as waiting but not entered.
         waiting = None if self._waiting is None else self._waiting[0]
         state = RankState(beat=self._beat, entered=dict(self.entered), last=self.last, waiting=waiting, ended=ended)
         self._store.set(f"state/{self.rank}", state.to_json())
@@ -178,7 +178,7 @@ class CallWatch:
         if self.failure is None:
             self.failure = failure
             if self._waiting is None and not self._connection_is_lost:
-                # The next call raises it. But the computation may wait for a device, which no error reaches.
+                # The next call raises it. But the program may be waiting for a device, and then no error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, failure)
         self._failure_is_known.set()
 
@@ -202,7 +202,7 @@ class CallWatch:
             logger.warning("bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing)
 
     def _is_confirmed(self, ring: list[int], states: dict[int, RankState]) -> bool:
-        """Whether every rank of ``ring`` has told twice, since the ring was first seen, that it still waits there."""
+        """Whether every rank of ``ring`` has written twice, since the ring was first seen, that it still waits there."""
         waits = tuple(states[rank].waiting for rank in sorted(ring))
         beats = {rank: states[rank].beat for rank in ring}
         if self._ring is None or self._ring[0] != waits:

@@ -13,7 +13,7 @@ from bmt_core.errors import BmtError, CallError, RemoteError
 
 
 class SectionResults:
-    """What ranks tell each other at the end of a section: the body sets ``own``, and ``of_ranks`` has that of all afterwards."""
+    """Objects exchanged at the end of a section: the body sets ``own``; afterwards ``of_ranks`` has those of all ranks."""
 
     def __init__(self) -> None:
         self.own: Any = None
@@ -24,9 +24,9 @@ class SectionResults:
 def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
     """If the body of the ``with`` statement raises on one rank of ``group``, raise on all of them. Collective at its end.
 
-    A rank whose body failed raises its own error. The others raise one that names that rank and ``what``: of the same class
-    if it is one of bmt's errors, otherwise :class:`RemoteError`, which they also raise when a rank died. The body must not call
-    a collective after a point where a single rank can fail. Small objects can travel along: see :class:`SectionResults`.
+    A rank whose body failed raises its own error. The others raise an error that names this rank and ``what``. It has the same
+    class if that is one of bmt's, otherwise it is a :class:`RemoteError`, as when a rank died. The body must not call a
+    collective after a point where a single rank can fail. Ranks can exchange small objects: see :class:`SectionResults`.
     """
     failure: Exception | None = None
     results = SectionResults()

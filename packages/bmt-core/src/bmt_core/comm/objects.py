@@ -1,7 +1,7 @@
 """Python objects exchanged between ranks: pickled, and sent as bytes.
 
-[Note: short objects] Ranks do not know how long the objects of others are. So each first sends a message of one length, with the
-length of its object and as much of the object as there is room for: a short object needs nothing else.
+[Note: short objects] A rank does not know the length of the others' objects. So each first sends a message of fixed length, with
+the length of its object and the beginning of the object. A short object fits into this message and needs no second one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, RemoteError
 
 _START, _ROOM = 512, 504
-"""Bytes of the first message, and what of the object has room in it: see [Note: short objects]."""
+"""Bytes of the first message, and how many of them are for the object: see [Note: short objects]."""
 
 
 def all_gather_object(obj: object, group: Group) -> list[Any]:
@@ -93,7 +93,7 @@ def recv_object(group: Group, src: int) -> Any:
 
 @contextmanager
 def _messages() -> Iterator[None]:
-    """Make tensors on the host, whatever the default device is, and raise torch's error of a lost connection as RemoteError."""
+    """Inside, tensors are made on the CPU whatever the default device is, and a lost connection raises RemoteError."""
     try:
         with torch.device("cpu"):
             yield

@@ -94,10 +94,10 @@ class Group(ABC):
         """Receive into ``tensor`` from ``ranks[src]``."""
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
-        """Start sends and receives, each given as ``(tensor, peer)``, of which some may wait for others.
+        """Start sends and receives, each given as ``(tensor, peer)``. They must not block each other in any order.
 
-        They are started one after the other, which suffices where a started operation runs by itself. A backend that runs
-        operations in order, as NCCL does, must start them as one.
+        This method starts one after the other, which is right for a backend that runs started operations independently. A backend
+        that runs operations in order, as NCCL does, must override it and start them as one group.
         """
         return AllOf([*[self.recv(*recv) for recv in recvs], *[self.send(*send) for send in sends]])
 

@@ -1,4 +1,4 @@
-"""``RankState``: what a rank tells the others about its collective calls, and what follows when their states are put together."""
+"""``RankState``: a rank's collective calls, as it writes them to the store, and what the states of all ranks show together."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Call:
 class RankState:
     """One rank's calls at one moment.
 
-    ``entered`` has the number of the last call of each group, ``last`` the last call of all, ``waiting`` the one whose end
-    the rank waits for. ``beat`` grows each time the state is told. ``ended`` is why the rank has left, or empty where it left
-    without an error; None while it runs.
+    ``entered`` has the number of the last call in each group; ``last`` is the last call in any group; ``waiting`` is the call whose
+    end the rank waits for. ``beat`` grows each time the state is written. ``ended`` is None while the rank runs; afterwards it is
+    the error that ended it, or empty if there was none.
     """
 
     beat: int = 0
@@ -61,10 +61,10 @@ def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
 
 
 def ring_of_waits(start: int, states: Mapping[int, RankState]) -> list[int]:
-    """Return ranks that wait for each other, each for the next, the last for the first; empty if ``start`` waits for no ring.
+    """Return a ring of ranks in which each waits for the next and the last for the first; empty if ``start`` leads to none.
 
-    A rank waits for the members that have not entered the call that it is in. Of these, one that itself is in a call comes
-    no sooner than that call ends.
+    A rank that is in a call waits for the members that have not entered it. Such a member may be in a call itself, and cannot come
+    before that call ends.
     """
     path: list[int] = []
     seen: set[int] = set()

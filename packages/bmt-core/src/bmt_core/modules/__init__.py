@@ -1,1 +1,1 @@
-"""Modules with distributed parameters, and the value through which schedules drive Blocks."""
+"""Modules with distributed parameters, and the protocols between Blocks, layers and schedules."""

@@ -1,4 +1,4 @@
-"""``BlockUse``: the one value through which schedules and the sharding engine meet; and how a schedule gets its Blocks."""
+"""``BlockUse``, by which a schedule tells a Block the place of a call in the step, and ``make_block``."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from bmt_core.run.runtime import current
 
 @dataclass(frozen=True, kw_only=True)
 class BlockUse:
-    """Which of the step's uses of a block a call is: whether its forward, and its backward, is the first or the last.
+    """The place of a block's call in the step: whether its forward and its backward are the first or the last of the block.
 
-    A schedule (pipeline stages, gradient accumulation) says it before the call's forward; the engine of the block acts on it:
+    A schedule (pipeline stages, gradient accumulation) sets it before the call's forward, and the block acts on it:
 
-    - ``first_forward``: look whether an optimizer has stepped, and gather the parameters if they are not there.
-    - ``last_forward``: free them after this forward, at level 3. Otherwise they stay for the next forward.
-    - ``first_backward``: gather them again if they are not there. Otherwise they stay from the backward before this one, or from
-      the forward, if no forward was the last.
-    - ``last_backward``: reduce the gradients, and free the parameters. Before, gradients are summed on each rank, in float32 for
-      half types, without communication.
+    - ``first_forward``: check whether an optimizer has stepped, and gather the parameters if they are not there.
+    - ``last_forward``: at level 3, free the parameters after this forward. Otherwise keep them for the next forward.
+    - ``first_backward``: gather the parameters again if they are not there. A later backward uses those kept from the backward
+      before it, or from forward if no forward was the last.
+    - ``last_backward``: reduce the gradients, and free the parameters. An earlier backward adds its gradients to a sum on this
+      rank, in float32 for half types, without communication.
 
-    The default is a block that is used once a step. Per block and step at level 3, GPipe gathers twice (for all forwards, for
-    all backwards), 1F1B once, accumulation twice per micro-batch; each reduces once. Blocks that are about to be needed again may
+    The default describes a block that is used once a step. Per block and step at level 3, GPipe gathers twice (for all forwards and
+    for all backwards), 1F1B once, and accumulation twice per micro-batch; each reduces once. Blocks that are needed again soon may
     stay gathered, which saves gathers.
     """
 
@@ -41,12 +41,12 @@ class BlockUse:
 
 @runtime_checkable
 class Scheduled(Protocol):
-    """What a schedule drives: a Block."""
+    """A Block, as a schedule sees it."""
 
     _mode: BlockMode
 
     def set_use(self, use: BlockUse) -> None:
-        """Say which use the following calls of the block are."""
+        """Set the :class:`BlockUse` of the following calls."""
 
 
 _at_end_of_step: dict[Callable[[], None], None] | None = None
@@ -54,10 +54,9 @@ _at_end_of_step: dict[Callable[[], None], None] | None = None
 
 @contextmanager
 def scheduled_step() -> Iterator[None]:
-    """Run all backward passes of a step inside. Nobody reads, sets or clears ``.grad`` of parameters in Blocks before it ends.
+    """Run all backward passes of a step inside. The caller must not read, set or clear ``.grad`` of parameters in Blocks inside.
 
-    So Blocks need not make gradients that could be cleared, while what is to be reduced is only summed. A step inside another one
-    is a part of it.
+    So Blocks need no ``.grad`` that shows a ``zero_grad`` between backward passes. A step inside another one is a part of it.
     """
     global _at_end_of_step
     if _at_end_of_step is not None:
@@ -90,7 +89,7 @@ def make_block(module: nn.Module, *, local_axes: Iterable[str]) -> nn.Module:
     make = current().make_block
     if make is None:
         raise ConfigError(
-            f"{type(module).__name__} has to become a Block, and no active plugin makes Blocks."
+            f"{type(module).__name__} must become a Block, but no active plugin makes Blocks."
             f" Install bmt-zero: {PACKAGES['bmt-zero'].install}."
         )
     return make(module, local_axes=local_axes)

@@ -46,7 +46,7 @@ class DistributedModule(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """What the module says of itself, read off the parts: printing on one rank alone must not gather."""
+        """Return the module's ``extra_repr``, computed from the parts: printing on one rank alone must not gather."""
         with reading_parts():
             return super().extra_repr()
 
@@ -86,9 +86,10 @@ def refuse_assign(metadata: dict[str, Any]) -> None:
 
 
 def check_can_be_sharded(root: nn.Module) -> None:
-    """Raise :class:`ConfigError` if ``root`` holds a module of torch's that must own its parameters.
+    """Raise :class:`ConfigError` if ``root`` has a module whose parameters cannot be sharded.
 
-    One that writes them in its forward would write the gathered copy, which nobody keeps. One that was scripted keeps them in C++.
+    A module that writes to its parameters in forward would write to a gathered copy, and the writes would be lost. A scripted
+    module keeps its parameters in C++.
     """
     for name, module in root.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -134,7 +135,7 @@ def replace_by_part(
 
 
 def extended_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that is ``base`` with ``mixin`` before it, always the same one; ``base`` itself when it has it already."""
+    """Return the subclass of ``mixin`` and ``base``, made once for each pair; ``base`` itself if it is a subclass of ``mixin``."""
     if issubclass(base, mixin):
         return base
     if (mixin, base) not in _extended:
@@ -158,7 +159,7 @@ def _shown_name(module: Any) -> str:
 
 
 def extend(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Give ``module`` itself the methods of ``mixin``: names, attributes, hooks and whoever holds it stay as they are."""
+    """Add the methods of ``mixin`` to ``module`` by changing its class. It stays the same object, with its names and hooks."""
     module.__class__ = extended_class(mixin, type(module))
 
 

@@ -1,4 +1,4 @@
-"""``first_derivatives_only``: for backward functions through which no second derivatives go."""
+"""``first_derivatives_only``: a decorator for backward functions that have no second derivatives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bmt_core.errors import BmtError
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``backward(ctx, *grads)`` raise :class:`BmtError` when a graph of itself is asked for (``create_graph=True``).
+    """Make ``backward(ctx, *grads)`` raise :class:`BmtError` if torch records a graph of it (``create_graph=True``).
 
-    Torch's ``once_differentiable`` raises only where the gradients that come in depend on something. Where they are constants the
-    graph just ends, and second derivatives lack a term. Without ``create_graph`` torch calls backward functions in a mode in
-    which no graph is made, so nothing else is needed.
+    Torch's ``once_differentiable`` raises only if the incoming gradients require gradients themselves. If they are constants, the
+    graph just ends there, and second derivatives silently lack a term. Without ``create_graph`` torch calls backward functions
+    with grad mode off, so checking grad mode is enough.
     """
 
     @wraps(backward)
@@ -24,7 +24,7 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise BmtError(
                 "create_graph=True reached a Block, a parallel layer or FusedCrossEntropy, and there are no second derivatives"
-                " through them. Compute what needs second derivatives with modules of plain torch, outside of Blocks."
+                " through them. Compute second derivatives with modules of plain torch, outside of Blocks."
             )
         return backward(ctx, *grads)
 

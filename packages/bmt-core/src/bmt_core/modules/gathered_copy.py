@@ -1,7 +1,7 @@
-"""``GatheredCopy``: a whole parameter that was read outside of any call, which may be read and not written.
+"""``GatheredCopy``: a read-only copy of a whole parameter, which reading it outside of a forward gives.
 
-``model.head.weight`` gathers a copy that nobody keeps, so that what ``torch.nn.init.zeros_(model.head.weight)`` writes, as one
-does in plain torch, would be lost.
+``model.head.weight`` gathers a temporary copy. A write to it, such as ``torch.nn.init.zeros_(model.head.weight)`` in plain torch,
+would be lost, so it raises.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _SETTERS = ("__set__", "requires_grad_")
 
 
 class GatheredCopy(torch.Tensor):
-    """A whole parameter, or a view of one; what is computed of it are ordinary tensors. A write raises :class:`ConfigError`."""
+    """A copy of a whole parameter, or a view of one. Results computed from it are ordinary tensors; a write to it raises."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func``; raise if it has written to a copy, return views of one as copies."""
+        """Call ``func``. Raises :class:`ConfigError` if it has written to a copy; returns views of a copy as copies."""
         kwargs = kwargs or {}
         copies = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, GatheredCopy)]
         name = getattr(func, "__name__", str(func))
@@ -55,7 +55,7 @@ def as_gathered_copy(whole: torch.Tensor) -> torch.Tensor:
 def refuse_written(shape: torch.Size) -> NoReturn:
     """Raise :class:`ConfigError` about a forward that has written to the gathered copy of a parameter of ``shape``."""
     raise ConfigError(
-        f"A forward wrote to the gathered copy of a sharded parameter of shape {tuple(shape)}, which nobody keeps. Change"
+        f"A forward wrote to the gathered copy of a sharded parameter of shape {tuple(shape)}; the write would be lost. Change"
         " parameters after the optimizer's step, through model.parameters(), where each rank has its part."
     )
 
@@ -72,8 +72,8 @@ def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"{what} would write to a gathered copy of a sharded parameter, which nobody keeps. The parameters themselves are those of"
-        " model.named_parameters(), of which each rank has a part: set requires_grad there. Whole values come from"
-        " model.load_state_dict(values, strict=False), from bmt's load(), or from init_parameters(model). To compute with a"
-        " changed copy, clone() it."
+        f"{what} would write to a gathered copy of a sharded parameter, and the write would be lost. The parameters themselves, of"
+        " which each rank has a part, are in model.named_parameters(): set requires_grad there. To set whole values, use"
+        " model.load_state_dict(values, strict=False), bmt's load(), or init_parameters(model). To compute with a changed copy,"
+        " clone() it."
     )

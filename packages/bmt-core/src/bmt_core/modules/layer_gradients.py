@@ -1,9 +1,9 @@
-"""The seam between a Block and the linear layers in it that compute gradients themselves.
+"""The protocols by which linear layers with their own backward write weight gradients directly where a Block reduces them.
 
-A Block reduces the gradients of its parameters from one flat tensor. A layer whose backward function computes the
-gradient of its weight can let the Block put the product there, instead of into memory of its own that would be copied.
-Such a layer has a class attribute ``layer_gradients = None``; while whole parameters are in the Block's modules, the Block
-sets it on the layer. The layer has a parameter ``weight`` (out, in) and maybe a ``bias`` (out,).
+A Block reduces the gradients of its parameters from one flat tensor. A layer whose backward function computes the weight gradient
+can let the Block write the product into this tensor, which saves a copy. Such a layer has a class attribute
+``layer_gradients = None``. The Block sets it on the layer while whole parameters are in its modules. The layer has a parameter
+``weight`` (out, in) and may have a ``bias`` (out,).
 """
 
 from __future__ import annotations
@@ -14,46 +14,48 @@ import torch
 
 
 class GradientWriter(Protocol):
-    """What one call of a layer is told, and tells. The layer saves one tensor for backward, ``input``, and not its weight,
-    whose object it keeps: the Block has its values there when backward runs.
+    """Takes the gradients of one call of a layer.
+
+    For backward the layer saves only ``input``. It keeps a reference to the weight without saving it, because the Block gathers the
+    weight's values again before backward.
     """
 
     def begin_forward(self, input: torch.Tensor) -> None:
-        """Learn that the layer is about to save ``input`` and then to compute.
+        """Call before the layer saves ``input`` and computes its output.
 
-        A recomputation for which that is the last tensor ends here, before the product is computed again.
+        A recomputation ends here if backward needs no tensor after ``input``.
         """
 
     def end_forward(self) -> None:
-        """Learn that the layer has computed its output."""
+        """Call after the layer has computed its output."""
 
     def begin_backward(self) -> None:
-        """Have the values of the weight there."""
+        """Call before backward reads the weight: it is gathered unless it is there."""
 
     def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor | None:
-        """Write ``gradᵀ input`` of (n, out) and (n, in) where it is reduced from, or return it for autograd.
+        """Write ``gradᵀ input``, of (n, out) and (n, in), into the tensor that is reduced, or return it for autograd.
 
-        ``is_lent``: after this call, somebody else may write to the memory of ``grad`` and ``input``.
+        ``is_lent``: the memory of ``grad`` and ``input`` may be overwritten after this call.
         """
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Write the sum of the rows of ``grad`` (n, out) where it is reduced from, or return it for autograd."""
+        """Write the sum of the rows of ``grad`` (n, out) into the tensor that is reduced, or return it for autograd."""
 
 
 class LayerGradients(Protocol):
     """What a Block sets as ``layer_gradients`` on a layer."""
 
     def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> GradientWriter | None:
-        """Return what this call uses; None where autograd is to do everything (no gradients, autocast, hooks on the weight)."""
+        """Return the writer of this call; None if autograd must compute the gradients (none needed, autocast, hooks)."""
 
 
 class GradientPlaces(Protocol):
-    """Where the gradients of a block's parameters are reduced from, for layers inside of compiled code, which knows no Blocks."""
+    """Gives layers in compiled code, where no ``layer_gradients`` is set, memory in the tensor that the block reduces."""
 
     def place_for(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Return where the gradient of ``weight``, a whole parameter, may be computed; None: anywhere else.
+        """Return memory for the gradient of ``weight``, a whole parameter; None if the caller must allocate its own.
 
-        Whoever gets a place returns it to autograd as the gradient. Nobody else gets it in the same backward.
+        The caller returns this tensor to autograd as the gradient. It is given out once per backward.
         """
 
 

@@ -13,9 +13,9 @@ States = list[tuple[Any, ...]]
 
 
 class LayerList(nn.Module):
-    """Layers, of which each takes the first ``num_hidden`` outputs of the one before as its first arguments.
+    """Layers in a row. The first ``num_hidden`` outputs of a layer are the first arguments of the next.
 
-    The other arguments reach every layer as they are.
+    All other arguments are passed to every layer unchanged.
     """
 
     def __init__(self, num_hidden: int) -> None:
@@ -58,7 +58,10 @@ class LayerList(nn.Module):
         """Return the hidden states among the positional arguments, and the others."""
         count = self.num_hidden
         if len(args) < count:
-            raise TypeError(f"This list passes {count} hidden state(s) on and got {len(args)} positional argument(s).")
+            raise TypeError(
+                f"This list passes {count} hidden state(s) from layer to layer, but got {len(args)} positional argument(s)."
+                " Pass the hidden states first, or change num_hidden."
+            )
         return args[:count], args[count:]
 
 

@@ -1,9 +1,9 @@
-"""Functions of torch that would take this rank's parts for whole parameters, refused with what to do instead.
+"""Makes functions of torch raise that would treat this rank's parts as whole parameters; the errors say what to do instead.
 
-``DistributedDataParallel``, which libraries such as accelerate and Hugging Face's Trainer put around a model, would overwrite
-every rank's parts with those of rank 0; FSDP would cut them once more; ``clip_grad_norm_`` would form another norm on every rank;
-rules of ``torch.nn.init`` that go by rows and columns would find none. None of them asks the parameters anything, so all are
-replaced, by name, from the start of a run to its end.
+``DistributedDataParallel``, which libraries such as accelerate and Hugging Face's Trainer put around a model, would overwrite every
+rank's parts with those of rank 0. FSDP would shard the parts again. ``clip_grad_norm_`` would compute a different norm on every
+rank. Rules of ``torch.nn.init`` that need rows and columns would see one dimension. None of these functions calls a method of the
+parameter that could raise, so the functions themselves are wrapped, from the start of a run to its end.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     if any(isinstance(parameter, DistributedParameter) and parameter.is_part for parameter in found):
         raise ConfigError(
-            "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's parts of the gradients, another one on every"
-            " rank. Call clip_grad_norm(model.parameters(), max_norm) of an OptimManager, which takes the norm over all ranks,"
-            " also if you step without it."
+            "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's parts of the gradients, which differs between"
+            " ranks. Call OptimManager().clip_grad_norm(model.parameters(), max_norm), which computes the norm over all ranks;"
+            " it works without the manager's step() too."
         )
 
 

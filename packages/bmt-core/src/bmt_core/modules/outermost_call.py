@@ -1,4 +1,4 @@
-"""``module_call``: gathered parameters and the rank's random numbers, for the time of the outermost call of a bmt module."""
+"""``module_call``: the outermost call of a bmt module. Inside, parameters are gathered once, and random numbers are the rank's."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Gathered(NamedTuple):
 
     @classmethod
     def now(cls, parameter: DistributedParameter, full: torch.Tensor) -> _Gathered:
-        """Return what says that ``full`` was gathered now."""
+        """Return the entry for ``full``, gathered now."""
         return cls(parameter, parameter._version, full, 0 if full.is_inference() else full._version)
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody wrote to the whole parameter, as far as torch counts."""
+        """Whether user code wrote to the whole parameter, as far as torch counts."""
         return not self.full.is_inference() and self.full._version != self.full_version
 
 
@@ -49,13 +49,13 @@ _call = _OutermostCall()
 
 
 def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> AbstractContextManager[None]:
-    """Surround a call of ``module``. Calls inside it share what is gathered, and the outermost one frees it at its end.
+    """Return a context for a call of ``module``. Nested calls share gathered parameters; the outermost one frees them at its end.
 
-    The code draws the rank's own random numbers, unless ``own_random`` is False.
+    Unless ``own_random`` is False, code inside draws the rank's own random numbers.
     """
     if _call.is_refused:
         raise ConfigError(
-            "A module was called inside whole_parameters(), where parameters may be read and written only. Call it after."
+            "A module was called inside whole_parameters(), where parameters may only be read and written. Call it afterwards."
         )
     if _call.depth > 0 or not is_initialized():
         return nullcontext()
@@ -113,10 +113,10 @@ def is_gathered(tensor: torch.Tensor) -> bool:
 
 @never_compiled  # for a model that is compiled as a whole
 def gather_once(parameter: DistributedParameter) -> torch.Tensor:
-    """Return the whole ``parameter``, gathered once per outermost call however often it is asked for. Collective.
+    """Return the whole ``parameter``, gathered once per outermost call however often it is read. Collective.
 
-    It is gathered by its owner with others, or by itself. It is gathered again when it has changed, or for autograd after it
-    was gathered without.
+    The owner gathers it together with others; without an owner it is gathered alone. It is gathered again if it has changed, or if
+    it is read with autograd after it was gathered without.
     """
     if _call.reads_parts:
         return parameter
@@ -134,10 +134,10 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
 
 
 def gather_as_leaves(parameters: Iterable[DistributedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Let ``parameters`` read, in the call under way, as leaves: several graphs may use them, one after the other. Collective.
+    """Gather ``parameters`` so that the current call reads them as leaves, which several graphs may share. Collective.
 
-    Returns each whole parameter, which is in a graph of its own, and its leaf. After the graphs, the caller runs backward from
-    the wholes with the gradients of the leaves.
+    Returns (whole parameter, leaf) pairs. After the backward passes of these graphs the caller runs backward from the whole
+    parameters with the gradients of the leaves, which reduces them.
     """
     assert _call.depth > 0, "a call must be under way"
     pairs = []

@@ -1,8 +1,8 @@
-"""The seam through which a schedule splits a backward pass in two: gradients of inputs now, gradients of weights later.
+"""``postpone_weight_gradients``: split a backward pass in two, gradients of inputs now and gradients of weights later.
 
-Zero-bubble pipeline schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2) fill the time in which a stage would
-wait for others with products for weight gradients, which nobody waits for. A schedule uses :func:`postpone_weight_gradients`,
-Blocks leave their work there, and neither knows the other.
+Zero-bubble pipeline schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2) compute weight gradients, which no
+other stage needs, while a stage would otherwise wait. A schedule opens the context, and Blocks add their postponed gradients to it;
+neither depends on the other's package.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 
 
 class PostponedPart(Protocol):
-    """What one Block has left of one call: the gradients of parameters that are reduced together."""
+    """The postponed gradients of one call of a Block, for parameters that are reduced together."""
 
     @property
     def reduced_as(self) -> object:
-        """What stands for these parameters, always the same."""
+        """An object that identifies these parameters: the same for all calls."""
 
     @property
     def kept_bytes(self) -> int:
-        """The size of what is kept for later; 0 if that is no product, but only gradients that autograd has computed."""
+        """Bytes kept for the products to compute later; 0 if there is no product, only gradients that autograd has computed."""
 
     @property
     def sum_bytes(self) -> int:
-        """The size of the sum to which the gradients are added, if those of other passes are computed apart from them."""
+        """Bytes of the sum that is needed if the gradients of several passes are computed separately."""
 
     def take_over(self, other: Self) -> None:
-        """Compute from now on what ``other`` has left, of the same parameters, together with this."""
+        """Compute the gradients of ``other``, of the same parameters, together with these."""
 
     def check(self) -> None:
         """Raise if the gradients cannot be computed any more."""
@@ -42,11 +42,11 @@ class PostponedPart(Protocol):
         """Complete ``.grad``."""
 
     def drop(self) -> None:
-        """Let go of everything: the backward pass has failed."""
+        """Free everything. Called after a backward pass that has failed."""
 
 
 class PostponedGradients:
-    """The weight gradients that backward passes have left to be computed: see :func:`postpone_weight_gradients`."""
+    """The weight gradients that backward passes have postponed: see :func:`postpone_weight_gradients`."""
 
     def __init__(self) -> None:
         self._parts: list[PostponedPart] = []
@@ -72,11 +72,11 @@ class PostponedGradients:
                 part.finish()
 
     def number_to_join(self, passes: int) -> int:
-        """Return for how many of a step's ``passes`` like this one :meth:`joined` saves time and takes little memory.
+        """Return how many of a step's ``passes`` like this one to join by :meth:`joined`.
 
-        A product that is added to a sum reads and writes all of it; rows that are joined are copied. So as many are joined as
-        keep less than half as much as the sum takes. All are joined, and need no sum, if that takes no more than the sum and
-        that half of it.
+        A product that is added to a sum reads and writes the whole sum; joining keeps and copies rows instead. So passes are joined
+        as long as the rows kept for the joined passes take at most half as much memory as the sum. All passes are joined, which
+        needs no sum, if their rows take at most one and a half times the memory of the sum.
         """
         kept = sum(part.kept_bytes for part in self._parts)
         half = sum(part.sum_bytes for part in self._parts) // 2
@@ -86,10 +86,10 @@ class PostponedGradients:
 
     @classmethod
     def joined(cls, several: Iterable[PostponedGradients]) -> PostponedGradients:
-        """Return what ``several`` passes have left. Its ``compute()`` makes one product for each layer, of all their rows.
+        """Return the postponed gradients of ``several`` passes as one. ``compute()`` then makes one product per layer, of all rows.
 
-        So a sum in memory is read and written once and not once for each; if these are all passes of a step, there is none. The
-        others have nothing left. Ranks may join different numbers of passes.
+        So the sum of gradients is read and written once, not once per pass; if these are all passes of a step, there is no sum.
+        ``several`` are empty afterwards. Ranks may join different numbers of passes.
         """
         by_parameters: dict[object, PostponedPart] = {}
         for postponed in several:
@@ -110,7 +110,7 @@ class PostponedGradients:
 
 
 class Postponing:
-    """Where the backward passes under way leave weight gradients. Not thread-local: on GPUs autograd runs in threads of its own."""
+    """The object that takes the weight gradients of backward passes now. Not thread-local: on GPUs autograd has its own threads."""
 
     gradients: PostponedGradients | None = None
 
@@ -127,13 +127,13 @@ def postpone_weight_gradients() -> Iterator[PostponedGradients]:
         ...
         postponed.compute()
 
-    A Block keeps, for each linear layer, the input and the gradient of the output, and whatever else autograd has computed of
-    its parameters' gradients. It frees its whole parameters as usual. Not postponed is what is outside of Blocks, what hooks on
-    parameters are to see, and what ``torch.autograd.grad`` or ``backward(inputs=...)`` ask for.
+    A Block keeps the input and the output's gradient of each linear layer, and the gradients of its other parameters, which
+    autograd computes anyway. It frees its whole parameters as usual. Gradients of parameters outside of Blocks, of parameters with
+    hooks, and those that ``torch.autograd.grad`` or ``backward(inputs=...)`` return are not postponed.
 
-    The backward passes of several micro-batches may be postponed at a time, and computed in any order; if the call with
-    ``last_backward`` is not computed last, what is computed after it is reduced at the optimizer's step. An optimizer's step raises
-    while gradients of its parameters are postponed. ``zero_grad`` drops what has not been computed. After an exception inside,
+    The weight gradients of several micro-batches may be postponed at a time, and computed in any order. If the call with
+    ``last_backward`` is not computed last, the gradients computed after it are reduced at the optimizer's step. An optimizer's step
+    raises while gradients of its parameters are postponed. ``zero_grad`` drops what is not computed. After an exception inside,
     nothing is left to compute.
     """
     before, postponed = postponing.gradients, PostponedGradients()

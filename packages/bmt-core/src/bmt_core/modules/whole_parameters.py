@@ -45,21 +45,22 @@ def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
 def whole_parameters(module: nn.Module) -> Iterator[None]:
     """Inside, the parameters of ``module`` are whole: code that knows nothing of sharding may read and write them.
 
-    For initialisation by hand, for merging LoRA adapters, for anything that asks a weight for its shape. A
+    Use it to initialise by hand, to merge LoRA adapters, or for code that reads the shape of a weight. A
     :class:`DistributedParameter` stays the same object; its data is a tensor of ``whole_shape``, on every rank. At the end each
-    rank keeps its part of those that were written to; every rank must have written the same. After an exception the values are
-    those from before. Modules cannot be called inside, and a step of an optimizer has no meaning there.
+    rank keeps its part of the parameters that were written to; every rank must have written the same values. After an exception
+    the old values are restored. Modules must not be called inside, nor an optimizer's step.
 
-    Each rank needs memory for the whole of ``module``. Of a large model take one Block after the other:
+    Each rank needs memory for the whole of ``module``. For a large model take one Block after the other:
     ``for layer in model.layers: with whole_parameters(layer): ...``. Collective.
 
     Raises :class:`ConfigError` inside a forward, where parameters are whole anyway, and for parameters without values.
     """
     if is_call_under_way():
         raise ConfigError(
-            "whole_parameters() inside a forward: there the parameters of a module that runs are whole already."
+            "whole_parameters() was entered inside a forward, where the parameters of the running module are whole already."
+            " Leave it out there."
         )
-    # One that is whole already is so by a whole_parameters() around this one, which will take it back.
+    # A parameter that is lent already belongs to an outer whole_parameters(), which will take it back.
     named = {
         p: name for name, p in module.named_parameters() if isinstance(p, DistributedParameter) and p not in _lent_now
     }
@@ -74,7 +75,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
         with torch.no_grad(), reading_parts(), refusing_calls():
             for parameter in named:
                 whole = parameter.gather_all_like(parameter.data)
-                # Where one rank holds all of it, that is its part: what is written must not depend on the number of ranks.
+                # A clone, because with one rank the whole is the part itself, and an exception must restore the old values.
                 lent[parameter] = _lend(parameter, whole.clone())
         with reading_parts(), refusing_calls():
             yield

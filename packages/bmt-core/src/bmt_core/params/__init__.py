@@ -1,1 +1,1 @@
-"""Distributed parameters: which part each rank holds, and how their gradients add up."""
+"""Distributed parameters: which part each rank holds, and how their gradients are summed."""

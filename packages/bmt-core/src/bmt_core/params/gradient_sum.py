@@ -1,16 +1,15 @@
-"""Gradients of shards: reduced beside the backward pass, accumulated exactly, behind an ordinary ``.grad``.
+"""``GradientSum``: accumulates the reduced gradients of shards in float32, and gives them to ``.grad``.
 
 [Note: gradient accumulation] ``p.grad`` has the dtype of ``p``, so that every optimizer can use it. Adding many small
-gradients in a half type stalls (1 + 256 is 256 in bfloat16), so from the second gradient on the running sum is kept in
-float32 beside it, and ``p.grad`` is that sum, rounded. One gradient alone needs no sum beside it. The sum counts only
-while ``p.grad`` is what it was when we left it: a gradient that the user set to None, zeroed, or clipped in place is the
-truth, and the sum starts again from it. That is what makes ``zero_grad`` in both its forms, and any optimizer's own,
-right.
+gradients in a half type stalls (1 + 256 is 256 in bfloat16). So from the second gradient on the running sum is kept in
+float32, and ``p.grad`` is this sum, rounded. A single gradient needs no such sum. The sum is valid only while ``p.grad``
+is unchanged. If the user has set ``p.grad`` to None, zeroed it, or clipped it in place, the sum starts again from ``p.grad``.
+So ``zero_grad`` is right in both its forms, and so is that of any optimizer.
 
-[Note: when .grad appears] A reduction runs in a lane beside the backward pass. Autograd, which would add to ``.grad`` in
-the computation's order, must not touch memory that the lane still writes. So what the sum takes leaves ``.grad`` for the
-rest of the pass, and comes back, complete, when the pass ends: together with what autograd put there meanwhile (a
-penalty on the shards themselves, say). A pass that fails leaves no gradient where it had taken one.
+[Note: when .grad appears] A reduction runs in a lane while the backward pass goes on. Autograd adds to ``.grad`` on the
+computation's stream, and must not touch memory that the lane still writes. So ``.grad`` is taken away for the rest of the
+pass, and is set again when the pass ends, complete: with what autograd has put there meanwhile (from a penalty on the shards
+themselves, for example). A pass that fails leaves ``.grad`` None where it was taken away.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from bmt_core.torch_internals import backward_pass, memory_states
 
 
 class GradientWitness:
-    """Remembers in which state the gradients of some parameters were left, to tell later whether anybody touched them.
+    """Remembers the gradients of some parameters, to tell later whether anybody has changed or replaced them.
 
-    Ranks must come to the same answer, or they would reduce different things. A rank's part may be empty, and empty
-    tensors have no address; they still have a storage and a version, so these are compared.
+    All ranks must come to the same answer, because it decides what they reduce. A rank's part may be empty, and empty tensors
+    have no address. But they have a storage and a version, so these are compared.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], left: Sequence[torch.Tensor | None]) -> None:
         self._parameters = [p for p, grad in zip(parameters, left, strict=True) if grad is not None]
         grads = [grad for grad in left if grad is not None]
-        # The storages are kept, so that no other gradient can have them while we compare; not the tensors, which
-        # autograd could then not take over as they are and would have to copy.
+        # The storages are kept, so that no new gradient can get the same ones. The tensors are not: autograd copies a gradient
+        # to which there are other references, and takes it over otherwise.
         self._storages = [grad.untyped_storage() for grad in grads]
         self._left = memory_states(grads)
 
     def unchanged(self) -> bool:
-        """Whether every gradient is still the memory that was left, unmodified."""
+        """Whether every gradient still has the same memory, unmodified."""
         return self._left == memory_states([parameter.grad for parameter in self._parameters])
 
 
 class GradientSum:
-    """The gradients of ``parameters``, whose parts lie in one flat tensor, as they come from the lane that reduces.
+    """The sum of the reduced gradients of ``parameters``, whose parts are in one flat tensor.
 
     ``pieces`` are the lengths of the consecutive pieces of the flat tensor, and ``indices[i]`` tells which of them is
     parameter i. See [Note: gradient accumulation] and [Note: when .grad appears].
@@ -67,7 +66,7 @@ class GradientSum:
         return self._taken is None and self._has_none
 
     def forget_if_cleared(self) -> None:
-        """Free what is kept when the gradients it stands behind are gone, or when the pass that took them failed."""
+        """Free the sum if the gradients were cleared, or if the pass that took them failed."""
         if self._taken is not None and backward_pass() == -1:
             self._wait()
             self._taken = self._flat = self._total = self._witness = None
@@ -75,11 +74,11 @@ class GradientSum:
             self._flat = self._total = self._witness = None
 
     def take(self, reduced: torch.Tensor, needed: Sequence[bool], factor: float = 1.0) -> Callable[[], None] | None:
-        """Take the gradients from ``.grad`` and return what the lane shall do to add ``reduced * factor``, when it is there.
+        """Take the gradients from ``.grad``, and return a function with which the lane adds ``reduced * factor`` to the sum.
 
-        ``reduced`` is flat, of the parameters' dtype or float32, and zero where ``needed`` is False. It is kept, and there is
-        nothing to do unless it is to be multiplied, if it is the first one and of the parameters' dtype. Say with
-        :meth:`ready_at` when the lane will be done.
+        ``reduced`` is flat, of the parameters' dtype or float32, and zero where ``needed`` is False. If it is the first gradient
+        and has the parameters' dtype, it becomes the sum itself, and None is returned unless it must be multiplied. Call
+        :meth:`ready_at` with the mark after which the lane has run the function.
         """
         dtype = self._parameters[0].dtype
         if self.is_first:
@@ -101,19 +100,19 @@ class GradientSum:
         return lambda: _add(flat, total, reduced, factor, starts=starts)
 
     def take_now(self, reduced: torch.Tensor, needed: Sequence[bool]) -> None:
-        """:meth:`take` ``reduced``, which is there, and add it in the order of the computation."""
+        """:meth:`take` ``reduced``, which is complete, and add it on the computation's stream."""
         add = self.take(reduced, needed)
         if add is not None:
             self._wait()  # the lane may still write what was taken before in this pass
             add()
 
     def ready_at(self, mark: Mark) -> None:
-        """Say when what :meth:`take` returned will be done."""
+        """Say after which mark the function that :meth:`take` returned has run."""
         self._marks.append(mark)
 
     @property
     def is_taking(self) -> bool:
-        """Whether :meth:`take` was called in the pass under way: ``.grad`` is replaced when it ends."""
+        """Whether :meth:`take` was called in the current pass, so that ``.grad`` is set when it ends."""
         return self._taken is not None
 
     @property
@@ -122,14 +121,14 @@ class GradientSum:
         return self._flat
 
     def finish(self) -> None:
-        """Put what was taken, complete now, into ``.grad``; harmless when nothing was."""
+        """Wait for the lane and put the sum into ``.grad``. Does nothing if nothing was taken."""
         if self._taken is not None:
             for parameter, view in zip(self._parameters, self.hand_over(), strict=True):
                 if view is not None:
                     parameter.grad = view
 
     def hand_over(self) -> list[torch.Tensor | None]:
-        """Return what was taken, complete now. The computation waits for the lane."""
+        """Return the gradients that were taken, complete. The computation waits for the lane."""
         taken, flat = self._taken, self._flat
         assert taken is not None and flat is not None
         self._wait()
@@ -140,9 +139,9 @@ class GradientSum:
         return views
 
     def seen_by_hooks(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return, in place of :meth:`take` and :meth:`finish`, what autograd shall pass through the user's hooks to ``.grad``.
+        """Return the gradients that autograd passes through the user's hooks to ``.grad``. Used instead of :meth:`take`.
 
-        ``reduced`` is there. Of a half type it is the whole sum, and ``.grad``, which is part of it, is None until then.
+        ``reduced`` is complete. For a half type the result is the whole sum, with ``.grad``, which is None until it is returned.
         """
         if reduced.dtype == self._parameters[0].dtype and reduced.dtype.itemsize >= 4:
             return self._chosen(reduced, needed)
@@ -207,7 +206,7 @@ class GradientSum:
                 flat.copy_(sums)
 
 
-# Each multiplies in a pass over the memory that is there anyway, but for the first.
+# _copy and _add multiply in a pass over the memory that is needed anyway; only _multiply needs one of its own.
 def _multiply(reduced: torch.Tensor, factor: float) -> None:
     reduced *= factor
 

@@ -1,4 +1,4 @@
-"""Groups of an optimizer that were told apart by ``p.ndim``, which is 1 for this rank's part of any parameter."""
+"""A warning for parameter groups that were chosen by ``p.ndim``, which is 1 for this rank's part of any parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def warn_of_groups_by_slices(groups: Iterable[Mapping[str, Any]], stacklevel: in
         if len({len(p.whole_shape) >= 2 for p in shards}) == 2:
             warnings.warn(
                 "One parameter group is empty, and another has sharded matrices and vectors together. Slices of both have one"
-                " dimension, so p.ndim does not tell them apart: take bmt.optim.param_groups(model, weight_decay=...).",
+                " dimension, so p.ndim does not tell them apart. Use bmt.optim.param_groups(model, weight_decay=...).",
                 UserWarning,
                 stacklevel=stacklevel,
             )

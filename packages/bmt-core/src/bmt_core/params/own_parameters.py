@@ -1,4 +1,4 @@
-"""Parameters that are a rank's own along some axes of the grid (the layers of a pipeline stage): which ranks hold which."""
+"""Which ranks hold which parameters, if some are a rank's own along axes of the grid, as the layers of a pipeline stage are."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def first_holders(
         expected = having if axes is None else ranks_beside(ranks, having[0], axes)
         if not set(having) <= set(expected):
             raise CheckpointError(
-                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give them names of their own:"
-                " the layers of a pipeline stage, say, are numbered from the first layer of the model."
+                f"Ranks {having} each have a parameter of their own, and all call it {name}. Give them different names:"
+                " for example, number the layers of a pipeline stage from the first layer of the whole model."
             )
         if having != expected:
             raise CheckpointError(

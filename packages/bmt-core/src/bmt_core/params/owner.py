@@ -1,4 +1,4 @@
-"""``ParameterOwner``: who keeps the parts of several parameters in one tensor, and what optimizers tell it."""
+"""``ParameterOwner``: the object that keeps the parts of several parameters in one tensor, and its interface for optimizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from bmt_core.run.lanes import Mark
 
 ReductionWatcher = Callable[[torch.Tensor, Mark], None]
-"""Called with the flat tensor that the ``.grad`` of an owner's parameters will be views of, and when its values will be there."""
+"""Called with the flat tensor of which the owner's ``.grad`` will be views, and the mark after which its values are complete."""
 
 
 class ParameterOwner(Protocol):
@@ -21,17 +21,17 @@ class ParameterOwner(Protocol):
     """
 
     def note_update(self, done: Mark | None = None, reads: object = None) -> None:
-        """Learn that an optimizer writes new values, so that the next gather waits for them.
+        """Note that an optimizer writes new values, so that the next gather waits for them.
 
-        ``done``: when they are written; None: when the current stream has come to this point. ``reads``: what the update
-        reads on another stream until then, which the owner keeps alive. An optimizer says this once per owner and step.
+        ``done`` is the mark after which they are written; None: the current end of the current stream. ``reads``: objects that the
+        update reads on another stream until then; the owner keeps them alive. An optimizer calls this once per owner and step.
         """
 
     def wait_for_updates(self) -> None:
         """Let the computation wait for all updates that were noted."""
 
     def note_replaced_memory(self) -> None:
-        """Learn that a parameter was given other memory: the owner takes it over before the next use."""
+        """Note that a parameter was given other memory, which the owner takes over before the next use."""
 
     def reduce_held_back(self) -> None:
         """Reduce gradients that were kept back between micro-batches, so that ``.grad`` is complete. Collective."""
@@ -40,9 +40,9 @@ class ParameterOwner(Protocol):
         """Call ``watcher(flat, done)`` once per backward pass, after the last reduction into ``flat`` was queued."""
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the outermost call under way.
+        """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the current outermost call.
 
-        Asked when a parameter outside of Blocks is read; after None it is gathered by itself. Not collective.
+        Called when a parameter outside of Blocks is read. If the result is None, it is gathered alone. Not collective.
         """
 
 
@@ -50,6 +50,6 @@ OwnerReference = weakref.ref[ParameterOwner]
 
 
 def owner_of(parameter: Any) -> ParameterOwner | None:
-    """Return the owner of ``parameter``; None for an ordinary parameter, or one that nobody keeps together with others."""
+    """Return the owner of ``parameter``; None for an ordinary parameter, or one that is sharded alone."""
     reference: OwnerReference | None = getattr(parameter, "owner_reference", None)
     return None if reference is None else reference()

@@ -47,19 +47,19 @@ InitMethod = Callable[[torch.Tensor], Any]
 class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
-    Every rank passes the same values (``init_distributed`` seeds alike) and keeps its part; nothing is communicated. It is
-    sharded over all ranks, unless ``locality`` says otherwise for some axes of the rank grid: see :class:`Locality`. Where
-    it is cut along a dim, ``data`` is this rank's slice. What a rank has for itself, such as the layers of a pipeline
-    stage, is made inside :func:`local_along`. ``tp_mode`` and ``tp_split_dim`` are BMTrain's spelling for tensor
-    parallelism: cut along that dim, or with -1 replicated, each rank computing a share of the gradient. ``group`` is
-    BMTrain's label, any text, by which :func:`grouped_parameters` groups; or a :class:`Group`, of ranks over which to
-    shard, in place of all that hold the same slice.
+    Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its part; nothing is
+    communicated. The parameter is sharded over all ranks, unless ``locality`` says otherwise for some axes of the rank grid: see
+    :class:`Locality`. If it is cut along a dim, pass this rank's slice as ``data``. Make parameters that only this rank has,
+    such as the layers of a pipeline stage, inside :func:`local_along`. ``tp_mode`` and ``tp_split_dim`` are BMTrain's spelling
+    for tensor parallelism: cut along that dim, or with -1 replicated, where each rank computes a share of the gradient.
+    ``group`` is BMTrain's label, any text, by which :func:`grouped_parameters` groups. It may also be a :class:`Group` of ranks
+    over which to shard; the default is all ranks that hold the same slice.
 
     ``init_method`` is called by :func:`init_parameters` with the whole tensor, of :attr:`whole_shape`. ``data`` on the
     meta device has no values: the part gets memory, and must be initialised or loaded before it is read.
 
-    ``.grad`` is this rank's part of the gradient, in the parameter's dtype: *summed* over the group, or the mean over the ranks
-    that see different data where :func:`init_distributed` was told ``gradients="mean"``.
+    ``.grad`` is this rank's part of the gradient, in the parameter's dtype: the *sum* over the group, or, after
+    ``init_distributed(gradients="mean")``, the mean over the ranks that see different data.
 
     Raises :class:`ConfigError` when ``group`` reaches over an axis along which the parameter is local.
     """
@@ -195,16 +195,16 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return whole
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of :attr:`full_shape`, of what lies like this parameter's part (optimizer state, say). Collective.
+        """Return the whole, of :attr:`full_shape`, of a tensor sharded like this parameter, such as optimizer state. Collective.
 
-        Where one rank holds everything (one rank, ZeRO level 0) it is a view of ``part``.
+        ``part`` is this rank's part of that tensor. If every rank holds all of it (one rank, ZeRO level 0), a view is returned.
         """
         self.wait_for_updates()
         with naming(f"for {self.description}"):
             return self._shard.assemble(part)
 
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of :attr:`whole_shape`, of what lies like this parameter's part. Collective."""
+        """Return the whole, of :attr:`whole_shape`, of a tensor sharded like this parameter: see :meth:`gather_like`. Collective."""
         whole = self.gather_like(part)
         for place, _ in reversed(self._cuts()):
             whole = place.join(gather_stacked(whole, current().topology.group((place.axis,))).unbind(0))
@@ -213,8 +213,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
     def gather_on(self, rank: int, part: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world, which has a part; None elsewhere.
 
-        With ``part``: the whole of what lies like this parameter's part. Collective over the ranks that have a part. Each part is
-        sent once, where :meth:`gather_all` sends it to all.
+        With ``part``, the whole of a tensor that is sharded like this parameter. Collective over the ranks that have a part. Each
+        part is sent once, whereas :meth:`gather_all` sends it to all ranks.
         """
         with torch.no_grad():
             if self._cuts():
@@ -256,7 +256,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return whole
 
     def make_local(self, axes: Iterable[str]) -> None:
-        """Note that this parameter is the rank's own along those of ``axes`` of which its locality says nothing."""
+        """Declare this parameter the rank's own along those of ``axes`` that its locality does not mention."""
         self.locality = _made_local(self.locality, axes)
 
     def local_part(self, full: torch.Tensor) -> torch.Tensor:
@@ -363,7 +363,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         self._set_history((False, False, None, False))
 
     def wait_for_updates(self) -> None:
-        """Let what follows wait for an update of this parameter, and of its optimizer state, that overlaps it."""
+        """Let the current stream wait for an overlapped update of this parameter and its optimizer state."""
         owner = owner_of(self)
         if owner is not None:
             owner.wait_for_updates()
@@ -516,10 +516,10 @@ def _check(data: torch.Tensor) -> None:
 
 @contextmanager
 def local_along(axes: Iterable[str]) -> Iterator[None]:
-    """Make parameters inside that are this rank's own along ``axes``: only it, and ranks beside it, make them.
+    """Inside, new parameters are this rank's own along ``axes``: ranks at other places along these axes do not make them.
 
-    So a pipeline stage makes its layers, of modules that know nothing of stages. Without it a new parameter is sharded over
-    all ranks, each of which keeps its part of the values that it was given: those of another layer on another stage.
+    A pipeline stage makes its layers so, of modules that know nothing of stages. Without it, a new parameter would be sharded over
+    all ranks, and ranks of other stages would keep parts of other layers' values.
     """
     token = _own_along.set((*_own_along.get(), *axes))
     try:

@@ -1,7 +1,7 @@
-"""Warnings for loops that call ``loss.backward()`` and ``optimizer.step()`` themselves, as plain torch's do.
+"""Warnings for loops that call ``loss.backward()`` and ``optimizer.step()`` themselves, as in plain torch.
 
-What they mean by a gradient is that of the mean loss. In a run of summed gradients it is that times the number of ranks, unless
-an ``OptimManager`` has scaled the loss; and the gradients of ordinary parameters stay with their rank, unless it has summed them.
+Such a loop expects gradients of the mean loss. In a run that sums gradients they are larger by the number of ranks, unless an
+``OptimManager`` has scaled the loss. And gradients of ordinary parameters are not summed over ranks without a manager.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _USER = 4  # as the stacklevel of a warning: between are torch's frames around a
 
 
 def warn_of_plain_steps(runtime: Runtime) -> None:
-    """Warn, once, on rank 0, when an optimizer takes a step by which this run does not train as plain torch would."""
+    """Warn once, on rank 0, if an optimizer's step uses gradients that differ from those of plain torch."""
     runtime.at_shutdown.append(register_optimizer_step_pre_hook(_PlainSteps(runtime)).remove)
 
 
 class _PlainSteps:
-    """Looks at the first step that an optimizer takes with gradients of distributed parameters, in a run without managers."""
+    """Checks the first step of an optimizer with gradients of distributed parameters, in a run without an ``OptimManager``."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -1,7 +1,7 @@
-"""Random fills of a part of a parameter, as ``torch.nn.init.normal_`` and ``p.data.uniform_()`` do, raise.
+"""Random fills of a part of a parameter, such as ``torch.nn.init.normal_(p)`` and ``p.data.uniform_()``, raise.
 
-Ranks draw alike, so the parts would be equal where those of one whole tensor differ, and a part does not show the sizes
-that many a rule of initialisation goes by. What is drawn elsewhere and copied cannot be told from other values.
+All ranks draw the same numbers, so all parts of a tensor would get equal values. And many rules of initialisation need sizes of the
+whole tensor, which a part does not have. Random values that were drawn elsewhere and copied cannot be detected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INITIALISE_INSTEAD = (
 
 
 class NoRandomFills:
-    """Has the methods by which a tensor fills itself with random numbers, and raises in them where it is one part of several."""
+    """Overrides the methods that fill a tensor with random numbers: they raise if the tensor is one part of several."""
 
     __slots__ = ()
 
@@ -67,7 +67,7 @@ class NoRandomFills:
 
 
 class PartData(NoRandomFills, torch.Tensor):
-    """What ``.data`` of a part is: a tensor that refuses random fills. Operations on it return ordinary tensors."""
+    """The ``.data`` of a part: a tensor that refuses random fills. Operations on it return ordinary tensors."""
 
     __torch_function__ = torch.nn.Parameter.__torch_function__
 
@@ -87,6 +87,6 @@ class PartData(NoRandomFills, torch.Tensor):
 
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
-        f"{name}() would fill a part of a sharded parameter, and every rank would draw the same numbers for another part of it."
-        f" {INITIALISE_INSTEAD} If each rank shall draw for itself: p.detach().{name}()."
+        f"{name}() would fill a part of a sharded parameter, and every rank would draw the same numbers for its part."
+        f" {INITIALISE_INSTEAD} If each rank should draw for itself, call p.detach().{name}()."
     )

@@ -1,4 +1,4 @@
-"""Which part of a flattened tensor each rank of a group holds, and the way from the parts to the whole and back."""
+"""``Shard``: which part of a flattened tensor each rank of a group holds, how to gather the whole, and how to reduce gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a tensor of ``shape`` lies over ``group``: rank i holds elements ``ranges[i]`` of the flattened tensor.
+    """How a tensor of ``shape`` is sharded over ``group``: rank i holds elements ``ranges[i]`` of the flattened tensor.
 
     ``replicated`` means that every rank holds all elements, while gradients are still summed over ``group`` (ZeRO
     level 0).
@@ -58,7 +58,7 @@ class Shard:
 
     @property
     def longest(self) -> int:
-        """Number of elements of the longest part, to which all are padded on the wire."""
+        """Number of elements of the longest part, to which all parts are padded when they are sent."""
         return max(end - start for start, end in self.ranges)
 
     def part(self, full: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Parameters and buffers made on the meta device: they have memory, and no values until something initialises them.
 
-[Note: uninitialized tensors] Such a tensor is filled with NaN, so that a forgotten one shows in the first loss, and
-remembers torch's count of the writes to it, ``_version``. It has values as soon as the count has moved. Every rank
-makes the same writes, so all ranks agree, also one whose part of a parameter is empty and has no values to look at.
+[Note: uninitialized tensors] Such a tensor is filled with NaN, so that a forgotten one shows in the first loss. Its ``_version``,
+torch's count of writes, is remembered: the tensor has values as soon as the count has changed. Every rank makes the same writes, so
+all ranks agree, even one whose part is empty.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From the whole gradients of one backward pass to the sum over ranks in ``.grad``."""
+"""Reduction of whole gradients: from the backward pass to each rank's part of the sum in ``.grad``."""

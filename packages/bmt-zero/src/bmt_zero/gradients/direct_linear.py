@@ -1,14 +1,14 @@
-"""Linear layers whose backward writes the weight's gradient where it is reduced from.
+"""Linear layers whose backward writes the weight gradient directly into the flat tensor that is reduced.
 
-Autograd would make each gradient in memory of its own, to be copied into the flat tensor that is reduced: one more pass
-over all gradients. Here the product writes into the flat tensor. It is the same product, of the same operands in the same
-layout, that autograd would compute.
+Autograd would compute each gradient in memory of its own, and all gradients would then be copied into the flat tensor. Here the
+product writes into the flat tensor. It is the same product that autograd would compute, of the same operands in the same layout.
 
-[Note: save before computing] A recomputation stops when the last tensor that backward needs is there again, so that a
-block's last product is not computed a second time. What a custom function saves is seen only after its forward returned.
-So the layer tells the recomputation what it is going to save before it computes.
+[Note: save before computing] A recomputation stops when the last tensor that backward needs is computed again, so that the
+block's last product is not. But hooks see what a custom function saves only after its forward has returned. So the layer tells
+the recomputation which tensor it will save before it computes.
 
-The weight is no saved tensor, which hooks would have to carry through recomputation: backward reads it where it is gathered.
+The weight is not saved for backward, because saved tensors pass through the recomputation's hooks. Backward reads the gathered
+weight instead.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
 
 
 class Location(NamedTuple):
-    """Which parameter, by its position, of which group of the block the weight, or the bias, of a layer is."""
+    """Where a layer's weight or bias is among the block's parameters: number of the group, and position in the group."""
 
     group: int
     position: int
 
 
 class LayerRecomputation(Protocol):
-    """What is told about layers that save a tensor and then compute: see [Note: save before computing]."""
+    """A recomputation, as layers see it: see [Note: save before computing]."""
 
     def before_layer(self, input: torch.Tensor) -> int:
-        """Learn that a layer saves ``input`` and then computes; return what :meth:`after_layer` is to be told."""
+        """Called before a layer saves ``input`` and computes. Returns the argument for :meth:`after_layer`."""
 
     def after_layer(self, before: int) -> None:
-        """Learn that the layer is done."""
+        """Called after the layer has computed."""
 
     def clear(self) -> None:
-        """Let go what was made again: the backward pass is over."""
+        """Free the recomputed tensors. Called when the backward pass is over."""
 
 
 class GradientCall(Protocol):
@@ -54,21 +54,23 @@ class GradientCall(Protocol):
         """The recomputation of the call, if it is recomputed."""
 
     def begin_backward(self) -> None:
-        """Have the whole parameters there."""
+        """Gather the whole parameters, unless they are there."""
 
     def take(self, location: Location, gradient: LayerGradient) -> bool:
-        """Write ``gradient`` where it is reduced from, or keep it to compute it later; False: autograd must see it."""
+        """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: return it to autograd instead."""
 
 
 class RunningCall:
-    """Which call of a block has its forward running, if any."""
+    """The call of a block whose forward runs, if any."""
 
     call: GradientCall | None = None
 
 
 class DirectLinear:
-    """The forward of one ``nn.Linear`` inside a block, while whole parameters are in the block's modules; of other layers that
-    compute gradients themselves, the :class:`bmt_core.modules.layer_gradients.LayerGradients`.
+    """What a block sets on a linear layer while whole parameters are in its modules.
+
+    On an ``nn.Linear`` it is the ``forward``. On a layer that computes its gradients itself it is the ``layer_gradients``: see
+    :class:`bmt_core.modules.layer_gradients.LayerGradients`.
     """
 
     def __init__(self, running: RunningCall, layer: nn.Module, weight: Location, bias: Location | None) -> None:
@@ -97,8 +99,9 @@ class DirectLinear:
 
 
 class _Linear(torch.autograd.Function):
-    """``linear`` whose backward writes gradients into place; without ``call``, in a part of a block that its backward
-    computes again (``torch.utils.checkpoint``), it returns them.
+    """``linear`` whose backward hands its gradients to ``call``.
+
+    ``call`` is None in a part of the block that backward computes again (``torch.utils.checkpoint``): then it returns them.
     """
 
     @staticmethod
@@ -119,7 +122,7 @@ class _Linear(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.call is not None:
-            ctx.call.begin_backward()  # backward may not have come through the block's outputs
+            ctx.call.begin_backward()  # backward may have reached this layer without passing the block's outputs
         (input,), weight = ctx.saved_tensors, ctx.weight
         grad = grads[0].reshape(-1, weight.shape[0])
         for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
@@ -149,7 +152,7 @@ class _Writer:
     def end_forward(self) -> None:
         if self._recomputation is not None:
             self._recomputation.after_layer(self._before)
-            self._recomputation = None  # autograd will hold this object, and with it nothing that was saved
+            self._recomputation = None  # autograd keeps this object, which must not keep the recomputed tensors
 
     def begin_backward(self) -> None:
         if self._call is not None:
@@ -166,10 +169,10 @@ class _Writer:
 
 
 class LayerGradient:
-    """A gradient that can be computed from ``factors``, of which the first is the gradient of the layer's output."""
+    """A gradient that is not computed yet. ``factors[0]`` is the gradient of the layer's output."""
 
     is_lent = False
-    """Whether the memory of the factors is somebody else's when the call that made this object has returned."""
+    """Whether the memory of the factors may be overwritten once the layer's backward has returned."""
     _versions: list[int]
 
     def __init__(self, *factors: torch.Tensor) -> None:
@@ -188,18 +191,19 @@ class LayerGradient:
         raise NotImplementedError
 
     def joined(self, others: Iterable[Self]) -> Self:
-        """Return the sum of this and ``others``, of the same parameter, as one gradient of the rows of all."""
+        """Return the sum of this gradient and ``others`` of the same parameter, as one gradient over all their rows."""
         raise NotImplementedError
 
     def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
-        """Get ready to be computed after the backward pass, when memory of which ``may_be_freed`` says so is gone."""
+        """Prepare to be computed after the backward pass: copy the factors in memory that ``may_be_freed`` by then."""
         grad, *inputs = [factor.clone() if self.is_lent or may_be_freed(factor) else factor for factor in self.factors]
-        # An input has the graph behind it. A gradient has not; kept as it is, torch does not take it over as .grad of others.
+        # Detaching an input lets go of its graph. The gradient has none, and is kept itself: a second reference to the object
+        # stops torch from taking its memory over as .grad of a leaf.
         self.factors = grad, *[input.detach() for input in inputs]
         self._versions = [factor._version for factor in self.factors]
 
     def check(self) -> None:
-        """Raise if what :meth:`keep` kept was modified since."""
+        """Raise if a factor was modified in place since :meth:`keep`."""
         if self._versions != [factor._version for factor in self.factors]:
             shapes = " and ".join(str(tuple(factor.shape)) for factor in self.factors)
             raise BmtError(
@@ -216,7 +220,7 @@ class WeightGradient(LayerGradient):
         return torch.mm(*self.factors)
 
     def into(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`. On CUDA a float32 destination gets products of half types unrounded."""
+        """See :class:`LayerGradient`. On CUDA the product of half types is written to a float32 destination without rounding."""
         grad, input = self.factors
         if destination.dtype == grad.dtype:
             torch.mm(grad, input, out=destination)
@@ -274,17 +278,17 @@ class BiasGradient(LayerGradient):
 
 
 def _written(call: GradientCall | None, location: Location, gradient: LayerGradient) -> torch.Tensor | None:
-    """Have ``gradient`` written where it is reduced from, now or later, or return it when autograd must see it."""
+    """Hand ``gradient`` to ``call`` and return None, or compute and return it if autograd must see it."""
     return None if call is not None and call.take(location, gradient) else gradient.made()
 
 
 def direct_linears(
     running: RunningCall, module: nn.Module, locations: Mapping[int, Location]
 ) -> list[tuple[dict[str, Any], str, DirectLinear]]:
-    """Return ``(layer.__dict__, name, its DirectLinear)`` for each layer in ``module`` that may write its gradients itself.
+    """Return ``(layer.__dict__, name, DirectLinear)`` for each layer in ``module`` that may write its gradients itself.
 
-    The name is that of the attribute to set: ``forward`` of an ``nn.Linear``, ``layer_gradients`` of a layer that asks for it.
-    ``locations`` says where the parameter with that id lies. A weight that several layers share is left to autograd.
+    ``name`` is the attribute to set: ``forward`` for ``nn.Linear``, ``layer_gradients`` for a layer class that has it.
+    ``locations`` gives the :class:`Location` by the parameter's id. A weight that several layers share is left to autograd.
     """
     layers = [m for m in module.modules() if _attribute_of(m) is not None]
     weights = [id(layer._parameters.get("weight")) for layer in layers]

@@ -1,7 +1,7 @@
-"""``FullGradients``: the whole gradients of one group in one backward pass of one call.
+"""``FullGradients``: the whole gradients of one group in one backward pass of one call, in the flat tensor that is reduced.
 
-They lie in one flat tensor, laid out like the whole parameters, which is what is reduced. Gradients that linear layers
-write there themselves (:mod:`bmt_zero.gradients.direct_linear`) need no copy; the others come in one multi-tensor copy.
+The flat tensor is laid out like the whole parameters. Linear layers write their gradients into it directly
+(:mod:`bmt_zero.gradients.direct_linear`); all other gradients are copied into it by one multi-tensor copy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bmt_zero.sharding.parameter_group import ParameterGroup
 class FullGradients:
     """A flat tensor of ``dtype`` for the whole gradients of ``group``, uninitialised until :meth:`complete`.
 
-    With ``total``, a flat tensor that holds a sum already, everything is added to it. ``takes_wide``: layers can write gradients
-    in ``dtype`` if it is wider than that of the parameters.
+    With ``total``, a flat tensor that already holds a sum, all gradients are added to it. ``takes_wide``: layers may write
+    gradients directly even if ``dtype`` is wider than that of the parameters.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FullGradients:
         self._lent: set[int] = set()
 
     def take(self, index: int, gradient: LayerGradient) -> bool:
-        """Write, or add, ``gradient`` where that of parameter ``index`` belongs; False if layers cannot write this dtype."""
+        """Write or add the gradient of parameter ``index``. Return False if layers cannot write this dtype."""
         if not self._takes:
             return False
         if self._is_written[index]:
@@ -48,16 +48,16 @@ class FullGradients:
         return True
 
     def lend(self, index: int) -> torch.Tensor | None:
-        """Return where autograd may put the whole gradient of parameter ``index``; None if something is there, or was lent."""
+        """Return memory for the whole gradient of parameter ``index``; None if it was written or lent already."""
         if not self._takes or self._is_written[index] or index in self._lent:
             return None
         self._lent.add(index)
         return self._views[index]
 
     def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
-        """Add ``grads`` to what was written in place and return the flat tensor, zero where not ``wanted``.
+        """Add ``grads`` to what layers have written, and return the flat tensor.
 
-        What is not wanted stays as it is in a ``total``.
+        Where a gradient is not ``wanted`` it is zero; but a ``total`` keeps its values there.
         """
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []

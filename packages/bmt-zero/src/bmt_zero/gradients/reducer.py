@@ -1,9 +1,9 @@
-"""``GradientReducer``: sums the whole gradients of one group over its ranks, beside the backward pass.
+"""``GradientReducer``: sums the whole gradients of one group over its ranks, while the backward pass goes on.
 
-[Note: where means are divided] In a run of ``gradients="mean"`` sums are divided by the number of ranks that see different data
-(not that of the group, which may have ranks that see the same). Where the collective can do so, it does. What is summed in
-float32 and rounded to a half type, or added to a sum, is divided in that pass, before it is rounded. What is summed in a half
-type could overflow: it is divided before.
+[Note: where means are divided] After ``init_distributed(gradients="mean")`` sums are divided by the number of ranks that see
+different data (not by the group's size: the group may have ranks that see the same data). If the collective can divide, it does. A
+float32 sum that is then rounded to a half type, or added to another sum, is divided in that pass, before rounding. A sum in a half
+type could overflow, so its terms are divided before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bmt_zero.sharding.parameter_group import ParameterGroup
 class Division(NamedTuple):
     """How a sum over ranks is divided: see [Note: where means are divided].
 
-    ``before``: what gradients are multiplied by before they are reduced by ``op``; ``after``: by what the result still is.
+    Gradients are multiplied by ``before``, reduced by ``op``, and the result is multiplied by ``after``.
     """
 
     before: float = 1.0
@@ -42,9 +42,9 @@ class Division(NamedTuple):
 
 
 class GradientReducer:
-    """Takes whole gradients of ``group`` and leaves this rank's part of their sum over the ranks in ``.grad``.
+    """Reduces whole gradients of ``group``, and leaves this rank's part of the sum over the ranks in ``.grad``.
 
-    Reductions run in ``lane``. What they read belongs to the reducer from then on: it is kept ``in_flight``.
+    Reductions run in ``lane``. ``in_flight`` keeps the whole gradients alive until the lane has read them.
     """
 
     def __init__(
@@ -61,37 +61,39 @@ class GradientReducer:
         self._divisor = current().gradient_divisor
         self.in_flight = in_flight
         self.is_unwatched = False
-        """Whether the pass under way leaves gradients held back or postponed: :meth:`end_pass` is to be called."""
+        """Whether the current pass leaves gradients held back or postponed, so that :meth:`end_pass` must be called."""
         self._held_back: torch.Tensor | None = None
-        self._awaited: set[object] = set()  # one for each call whose gradients are postponed
-        self._needed: Sequence[bool] = []  # which gradients the last such pass is about
-        self._witness: GradientWitness | None = None  # of .grad as that pass has left it
-        self._is_adding = False  # to what is held back, in place: if that fails half-way, it is dropped
-        self._placeholders: list[torch.nn.Parameter] = []  # whose .grad is the zero that stands for what is held back
+        self._awaited: set[object] = set()  # one object for each call whose gradients are postponed
+        self._needed: Sequence[bool] = []  # which gradients the last pass held back or postponed
+        self._witness: GradientWitness | None = None  # tells whether .grad was changed since that pass
+        self._is_adding = (
+            False  # layers add to the held-back sum in place; if the pass fails meanwhile, the sum is dropped
+        )
+        self._placeholders: list[torch.nn.Parameter] = []  # their .grad is a zero that stands for held-back gradients
 
     @property
     def held_back_bytes(self) -> int:
-        """Size of what :meth:`hold_back` keeps between micro-batches, if any parameter trains."""
+        """Bytes that :meth:`hold_back` keeps between micro-batches; 0 if no parameter trains."""
         trains = True in [parameter.requires_grad for parameter in self._group.parameters]
         return self._group.total * summation_dtype(self._group.dtype).itemsize if trains else 0
 
     def new_full_gradients(self) -> FullGradients:
-        """Return room for the whole gradients of one backward pass, in the dtype of the wire."""
+        """Return memory for the whole gradients of one backward pass, in :attr:`wire_dtype`."""
         self.in_flight.make_room()
         return FullGradients(self._group, self.wire_dtype)
 
     def adds_products(self, *, reduces: bool) -> bool:
-        """Whether layers can add the products that are their gradients to the float32 sum of half types, without a copy.
+        """Whether layers with half-type weights can add their weight gradients directly to a float32 sum.
 
-        There is a sum if gradients are held back: these, or those before. ``reduces``: these are not.
+        There is such a sum if this pass holds its gradients back (not ``reduces``), or if an earlier pass did.
         """
         return self._group.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
     def room_for_products(self, *, reduces: bool, of_several: bool) -> FullGradients:
-        """Return room for what :meth:`reduce`, or :meth:`hold_back`, is to take: the sum itself where layers can add to it.
+        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the sum itself where layers can add.
 
-        ``of_several``: the products are of several backward passes. Other ranks may have held back the gradients of some of
-        these, and reduce a float32 sum; so this rank does too. On one rank products of half types are rounded where they are made.
+        ``of_several``: the gradients are those of several backward passes. Other ranks may have held some of these back, and then
+        reduce a float32 sum, so this rank must reduce float32 too. With a single rank, half types need no float32 sum.
         """
         self.forget_cleared()
         is_wide = of_several and self._group.ranks.size > 1 and self._group.dtype.itemsize == 2
@@ -104,7 +106,7 @@ class GradientReducer:
         return FullGradients(self._group, dtype, total=self._held_back, takes_wide=True)
 
     def forget_cleared(self) -> None:
-        """Drop what is kept when the user has cleared the gradients, or when the pass that was to be watched failed.
+        """Drop held-back and postponed gradients if the user has cleared ``.grad``, or if the pass that left them failed.
 
         See the notes in :mod:`bmt_core.params.gradient_sum`.
         """
@@ -118,13 +120,13 @@ class GradientReducer:
             self.is_unwatched = self._is_adding = False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
-        """Start to reduce ``full``, flat whole gradients, and what was held back, into the :attr:`sum`. Collective."""
+        """Start to reduce ``full``, the flat whole gradients, plus those held back, into :attr:`sum`. Collective."""
         full = self._with_held_back(full)
         reduced = self._output_for(full, stays=self.sum.is_first and self._output_dtype(full) == self._group.dtype)
         division = self._division(full, reduced)
         then = self.sum.take(reduced, needed, division.after)
         if self._ranks.size == 1 and then is None and division.before == 1:
-            done = None  # the gradients of one rank are their sum, where the computation has written them
+            done = None  # with one rank ``full`` is the sum already
         else:
             self._lane.after(self._lane.here())
             with named_in_trace(f"reduce {self._name}"):
@@ -135,9 +137,9 @@ class GradientReducer:
             self.watcher(self.sum.flat, self._lane.here() if done is None else done)
 
     def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
-        """Return this rank's part of what ``full`` is reduced to; half types may come back as float32. Collective.
+        """Reduce ``full`` and return this rank's part; for half types it may be float32. Collective.
 
-        If it ``completes`` the gradients, what was held back is in it.
+        ``completes``: gradients held back are added.
         """
         full = self._with_held_back(full) if completes else full
         reduced = self._output_for(full, stays=True)
@@ -149,7 +151,7 @@ class GradientReducer:
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
         self._is_adding = False
-        if full is not self._held_back:  # otherwise it was added to already
+        if full is not self._held_back:  # otherwise layers have added to the held-back sum itself
             self.forget_cleared()
             if self._held_back is None:
                 self._held_back = full.to(summation_dtype(self._group.dtype))
@@ -158,7 +160,7 @@ class GradientReducer:
         self._needed, self.is_unwatched = needed, True
 
     def expect(self, needed: Sequence[bool]) -> object:
-        """Learn that the pass under way postpones gradients; return what :meth:`receive` or :meth:`forget` is to be told."""
+        """Note that the current pass postpones gradients. Return a handle for :meth:`receive` or :meth:`forget`."""
         self.forget_cleared()
         self._needed, self.is_unwatched = needed, True
         awaited = object()
@@ -166,7 +168,7 @@ class GradientReducer:
         return awaited
 
     def receive(self, awaited: object) -> None:
-        """Learn that postponed gradients are about to be computed."""
+        """Note that the postponed gradients are about to be computed. Raises :class:`BmtError` if they were dropped."""
         self.forget_cleared()
         if awaited not in self._awaited:
             raise BmtError(
@@ -176,16 +178,16 @@ class GradientReducer:
         self._awaited.remove(awaited)
 
     def forget(self, awaited: object) -> None:
-        """Learn that the pass that has postponed gradients failed."""
+        """Note that the pass that postponed gradients failed."""
         self._awaited.discard(awaited)
-        # What a pass before it has left in the same step is still to be watched when the step ends.
+        # Gradients that an earlier pass of the same step holds back must still be watched when the step ends.
         self.is_unwatched = self._held_back is not None and self._witness is None
 
     def end_pass(self) -> None:
-        """The pass is over: see from now on whether the user clears ``.grad``, which drops what is held back or postponed.
+        """Watch from the end of the pass on whether the user clears ``.grad``, which drops held-back and postponed gradients.
 
-        In a schedule's step, where nobody does, that waits for its end. ``.grad`` becomes zero where there is none yet, so that
-        ``zero_grad`` touches it.
+        Inside :func:`scheduled_step` nobody clears gradients, so this is done when the step ends. Where ``.grad`` is None it
+        becomes zero, so that ``zero_grad`` has something to clear.
         """
         if not self.is_unwatched or at_end_of_scheduled_step(self.end_pass):
             return
@@ -200,7 +202,7 @@ class GradientReducer:
         self._witness = GradientWitness(parameters, [parameter.grad for parameter in parameters])
 
     def reduce_held_back(self) -> None:
-        """Reduce what :meth:`hold_back` kept and no later backward pass took along. Collective."""
+        """Reduce the gradients held back that no later backward pass has reduced. Collective."""
         self.forget_cleared()
         if self._awaited:
             raise BmtError(
@@ -220,7 +222,7 @@ class GradientReducer:
         dtype = self._group.dtype
         if self._group.ranks.size == 1 or self._reduce_dtype == "param":
             return dtype
-        # An all-reduce has no form that sends a half type and sums float32.
+        # No all-reduce sends a half type and sums in float32.
         is_wide = self._group.is_replicated or self._reduce_dtype == "fp32"
         return summation_dtype(dtype) if is_wide else dtype
 
@@ -230,7 +232,7 @@ class GradientReducer:
         held, self._held_back, self._witness = self._held_back, None, None
         self.is_unwatched = bool(self._awaited)
         for parameter in self._placeholders:
-            parameter.grad = None  # zero, and no gradient to which to add
+            parameter.grad = None  # a placeholder, not a gradient to add to
         self._placeholders = []
         if held is None or held is full:
             return full
@@ -238,7 +240,7 @@ class GradientReducer:
         return held
 
     def _output_for(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
-        """Return the tensor to reduce into: memory of the computation if it ``stays`` as a gradient, else of the lane."""
+        """Return the tensor to reduce into, allocated for the computation's stream if it ``stays`` as ``.grad``, else the lane's."""
         if self._group.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():

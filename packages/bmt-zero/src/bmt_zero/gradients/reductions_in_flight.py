@@ -1,4 +1,4 @@
-"""``ReductionsInFlight``: keeps alive what reductions under way still read."""
+"""``ReductionsInFlight``: keeps the whole gradients alive that reductions under way still read."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from bmt_core.run.lanes import Mark
 
 
 class ReductionsInFlight:
-    """Full gradients that the lane still reads: those of one block beside the one whose backward fills its own.
+    """Whole gradients that the lane still reads, of at most one block besides the one whose backward runs.
 
-    With none the backward of a block would wait for the reduction of the block before it. They are memory of the
-    computation, so they are kept until the computation has waited for the lane: see [Note: buffer lifetime] in
+    If none were allowed, the backward of a block would wait for the reduction of the previous one. The memory was allocated on the
+    computation's stream, so it is kept until the computation has waited for the lane: see [Note: buffer lifetime] in
     :mod:`bmt_core.run.lanes`.
     """
 
@@ -23,12 +23,12 @@ class ReductionsInFlight:
         self._kept.append((block, full, done))
 
     def make_room(self) -> None:
-        """Wait for the reductions of all blocks but the last one, and free what they read: before new memory is asked for."""
+        """Wait for the reductions of all blocks but the last, and free their gradients. Called before new ones are allocated."""
         if self._kept:
             self._free_all_but(self._kept[-1][0])
 
     def wait(self) -> None:
-        """Wait until nothing is read any more, and free it: the backward pass is over."""
+        """Wait for all reductions and free their gradients. Called at the end of the backward pass."""
         self._free_all_but(None)
 
     def _free_all_but(self, last: str | None) -> None:

@@ -1,1 +1,1 @@
-"""When things happen: one call of a Block, what is gathered ahead of it, and what is computed again in backward."""
+"""The run of a Block: its calls, gathers ahead of them, and recomputation in backward."""

@@ -1,14 +1,14 @@
-"""The two autograd nodes around a block, by which its backward begins and ends.
+"""The two autograd nodes around a block, which begin and end its backward.
 
-[Note: the two nodes] ``Enter`` makes the whole parameters out of the shards; ``Leave`` passes the outputs on. In
-backward ``Leave`` runs before anything inside the block and ``Enter`` after everything: it is the oldest node of the
-block, and torch runs the youngest ready node first. So ``Leave`` gathers, and ``Enter`` reduces and frees, at
-the right moment whatever the graph around looks like: frozen or skipped blocks, a block used twice, several graphs,
-``retain_graph``, ``autograd.grad``. An empty tensor, the token, goes from ``Enter`` to ``Leave``: a block whose
-outputs got a gradient reduces, even if none of its parameters took part on this rank, so that all ranks reduce alike.
+[Note: the two nodes] In forward, ``Enter`` turns the shards into whole parameters, and ``Leave`` passes the outputs on. In backward
+``Leave`` runs before every node inside the block, and ``Enter`` after all of them: it is the block's oldest node, and torch runs
+the youngest ready node first. So ``Leave`` gathers, and ``Enter`` reduces and frees. Both come at the right time in any graph:
+frozen or skipped blocks, a block used twice, several graphs, ``retain_graph``, ``autograd.grad``. An empty tensor, the token, goes
+from ``Enter`` to ``Leave``. Because of it a block whose outputs got a gradient always reduces, even if none of its parameters took
+part on this rank, so that all ranks make the same collectives.
 
-``Enter`` also takes an empty leaf of the block's own. A backward pass that would accumulate into that leaf, which nobody
-knows, accumulates into all: the ordinary ``backward()``, told from ``autograd.grad`` and ``backward(inputs=...)`` at once.
+``Enter`` also takes an empty leaf, which only the block knows. A backward pass that accumulates into this leaf accumulates into all
+leaves: it is an ordinary ``backward()``, and neither ``autograd.grad`` nor ``backward(inputs=...)``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Leave(torch.autograd.Function):
 
 
 class EndAtInputs:
-    """Ends a call when the gradients of its inputs are there; does not keep it alive: the hook may outlive the graph."""
+    """Ends a call when the gradients of its inputs are computed. Keeps it weakly, because the hook may outlive the graph."""
 
     def __init__(self, call: BlockCall) -> None:
         self._call = weakref.ref(call)

@@ -26,20 +26,20 @@ _numbers = itertools.count()
 
 
 class Phase(Enum):
-    """What of a call is under way."""
+    """Which part of a call runs."""
 
     REST = auto()
-    """Nothing: before its forward, between forward and backward, after it."""
+    """None: before forward, between forward and backward, or after backward."""
     FORWARD = auto()
     BACKWARD = auto()
 
 
 class BlockCall:
-    """Holds a block's whole parameters while one call needs them, and takes its gradients.
+    """Holds a block's whole parameters while one call needs them, and reduces or keeps the call's gradients.
 
-    ``use`` says which of the step's calls it is. ``foreign`` will hold the whole parameters, by id, that the block uses and
-    others shard. ``writes_directly``: linear layers may write their gradients where they are reduced from. ``leaf`` is the
-    empty leaf that tells an ordinary ``backward()``: see [Note: the two nodes].
+    ``use`` is its place in the step. ``foreign`` is filled with the whole parameters, by id, that the block uses but does not
+    shard. ``writes_directly``: linear layers may write their gradients into the tensor that is reduced. ``leaf`` is the empty leaf
+    that identifies an ordinary ``backward()``: see [Note: the two nodes].
     """
 
     def __init__(self, block: ShardedBlock, use: BlockUse) -> None:
@@ -53,8 +53,8 @@ class BlockCall:
         self.leaf: torch.Tensor | None = None
         self.recomputation: weakref.ref[LayerRecomputation] | None = None
         self.input_hook: RemovableHandle | None = None
-        self._is_holding = False  # what runs: the call's forward or backward
-        self._pass = -1  # the backward pass whose end is waited for
+        self._is_holding = False  # whether the call's forward or backward holds the buffers
+        self._pass = -1  # the backward pass whose end is watched
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
         self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
@@ -69,9 +69,9 @@ class BlockCall:
 
     @property
     def is_computing(self) -> bool:
-        """Whether the block's own code runs for this call, so that a backward pass under way is one inside of it.
+        """Whether the block's forward code runs for this call. A backward pass that runs meanwhile was started by that code.
 
-        The parameters are there then and must stay, and the gradients are that code's own (``torch.autograd.grad``).
+        Then the parameters are whole and must stay so, and the gradients belong to that code (``torch.autograd.grad``).
         """
         return self.block.running.call is self
 
@@ -82,20 +82,20 @@ class BlockCall:
 
     @property
     def writes(self) -> list[int]:
-        """How often somebody else wrote to the whole parameters of each group."""
+        """How often user code wrote to the whole parameters, by group."""
         return [group.buffer.writes for group in self.groups]
 
     def begin_forward(self) -> None:
-        """Have the parameters gathered. Collective."""
+        """Gather the parameters. Collective."""
         self.phase = Phase.FORWARD
         if self.use.first_forward:
-            self.block.awaited_calls.clear()  # what a schedule before this one has left, and no rank runs backward
+            self.block.awaited_calls.clear()  # calls of an earlier step, whose backward no rank will run
         self._acquire(looks=self.use.first_forward)
         self._versions = [group.data.number for group in self.groups]
         self._trains = [[parameter.requires_grad for parameter in group.group.parameters] for group in self.groups]
 
     def end_forward(self, *, succeeded: bool, backward_follows: bool) -> None:
-        """Let go what need not stay until the backward."""
+        """Release what need not stay until backward."""
         self.phase = Phase.REST
         if succeeded:
             self.block.keep_gathered(self.groups, until_next=not self.use.last_forward)
@@ -108,7 +108,10 @@ class BlockCall:
         self._let_go()
 
     def begin_backward(self) -> None:
-        """Have the parameters gathered again, with the values that forward saw, and in the modules. Collective."""
+        """Gather the parameters again and put them into the modules. Collective.
+
+        Raises ``RuntimeError`` if they have changed since forward.
+        """
         if self.phase is Phase.BACKWARD or self.is_computing:
             return
         self._full.clear()
@@ -135,9 +138,9 @@ class BlockCall:
         running_backward.places = self
 
     def _postpone(self) -> None:
-        """Keep the products that are gradients of weights: because a schedule asks for it, or to the end of the block's backward.
+        """Postpone weight gradients if a schedule asks for it, or until :meth:`end_backward` if they are added to a held-back sum.
 
-        The latter where they are added to what is held back: only then it is known which gradients the pass is to add to.
+        Only at the end it is known which parameters' gradients this pass adds to.
         """
         reduces = self.use.last_backward
         wanted = [
@@ -173,7 +176,7 @@ class BlockCall:
         return self._full_gradients(number).lend(index)
 
     def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Any:
-        """Reduce the whole gradients, or postpone that; return those of the shards that autograd is to have. Collective."""
+        """Reduce the whole gradients, or postpone this. Return the gradients of the shards for autograd. Collective."""
         assert self.leaf is not None
         try:
             return self._reduce(grads, needed, is_ordinary=accumulates(self.leaf))
@@ -181,7 +184,7 @@ class BlockCall:
             self._end_backward()
 
     def end(self) -> None:
-        """The backward pass is over, or failed, or there will be none: hold nothing, watch nothing."""
+        """Release everything: the backward pass is over, has failed, or will never run."""
         self._pass = -1
         recomputation = None if self.recomputation is None else self.recomputation()
         if recomputation is not None:
@@ -191,7 +194,7 @@ class BlockCall:
             self.input_hook.remove()
 
     def end_pass(self) -> None:
-        """The backward pass has succeeded: gradients are complete, and nothing stays gathered, whatever happened in the block."""
+        """Complete the gradients and free what was gathered, after a backward pass that has succeeded."""
         self.block.run.calls_in_pass.pop(self, None)
         self.end()
         for group in self.groups:
@@ -201,7 +204,7 @@ class BlockCall:
         self.block.run.in_flight.wait()
 
     def __del__(self) -> None:
-        # The graph is gone without a backward: an output that nobody used, an exception.
+        # The graph was freed without a backward: the output was not used, or an exception came.
         self.end()
 
     def _watch_end_of_pass(self) -> None:
@@ -218,7 +221,7 @@ class BlockCall:
             self.phase = Phase.REST
             running_backward.places = None
             self.block.awaited_calls.discard(self.number)
-            # Of a schedule: another backward, or the forward that comes after one that was not the last.
+            # Whether the step will use the parameters again: in another backward, or in a forward.
             is_followed = bool(self.block.awaited_calls) or not self.use.last_forward
             self.block.keep_gathered(self.groups, until_next=not self.use.last_backward and is_followed)
         if self.block.run.calls_at_rest.pop(self.number, None) is not None:
@@ -311,7 +314,7 @@ class BlockCall:
 
 
 class _EndOfPass:
-    """Ends a call's part in a backward pass that has succeeded, or, when torch lets go of it before, has failed."""
+    """A callback for the end of a backward pass. If torch frees it without calling it, the pass has failed."""
 
     def __init__(self, call: BlockCall) -> None:
         self._call: BlockCall | None = call
@@ -322,7 +325,7 @@ class _EndOfPass:
             call.end_pass()
 
     def __del__(self) -> None:
-        # On the CPU torch lets go at once, on the thread that called backward. On GPUs another thread may do so at any time.
+        # On the CPU torch frees it at once, on the thread that called backward. On GPUs another thread may do so at any time.
         if self._call is not None and self._call.block.run.device.type == "cpu":
             self._call.block.run.end_failed_passes()
 
@@ -330,9 +333,9 @@ class _EndOfPass:
 def _with_gradients_of(
     leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
-    """Return ``grads`` with what has arrived at ``leaves`` added, which lose it.
+    """Return ``grads`` plus the ``.grad`` of ``leaves``, which is cleared.
 
-    Gradients arrive there in a part of the block that ``torch.utils.checkpoint(use_reentrant=True)`` differentiates by itself.
+    Leaves get gradients from parts of the block that ``torch.utils.checkpoint(use_reentrant=True)`` differentiates separately.
     """
     arrived = [leaf.grad for leaf in leaves]
     if arrived.count(None) == len(arrived):

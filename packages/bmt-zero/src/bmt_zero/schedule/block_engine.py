@@ -24,7 +24,7 @@ from bmt_zero.sharding.parameter_slots import WholeParameters
 
 
 class BlockEngine:
-    """How a block is run: with recomputation in backward (``use_checkpoint``), compiled, and as which call of a schedule."""
+    """Runs a block: with or without recomputation in backward (``use_checkpoint``), compiled or not, as the call ``use``."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class BlockEngine:
         self.use_checkpoint = use_checkpoint
         self.compile = compile
         self.use = BlockUse()
-        # What is compiled finds its linear layers as they are.
+        # Compiled code must find plain linear layers, so it does not write gradients directly.
         self.block = ShardedBlock(
             level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, direct_gradients=not compile
         )
         self._leaf: torch.Tensor | None = None
 
     def __reduce__(self) -> Any:
-        # A copy lays its own parameters out when it is first called.
+        # A copy lays out its own parameters at its first call.
         block = self.block
         return _copy_of, (self.use_checkpoint, block.level, block.local_axes, block.reduce_dtype, self.compile)
 
@@ -76,11 +76,11 @@ class BlockEngine:
                 slots.take_out(whole)
             if writes != call.writes:
                 raise ConfigError(
-                    f"The forward of {type(module).__name__} wrote to a gathered parameter, which nobody keeps. Change"
+                    f"The forward of {type(module).__name__} wrote to a gathered parameter, and the write would be lost. Change"
                     " parameters after the optimizer's step, through model.parameters(), where each rank has its part."
                 )
             if has_gradient_hooks(whole.own):
-                call.writes_directly = False  # who watches a whole gradient must see it
+                call.writes_directly = False  # hooks on whole parameters must see their gradients
             outputs = _leave(call, token, (args, kwargs), outputs)
             if type(outputs) is list:
                 block.run.say_that_lists_stay_lists(module)
@@ -132,7 +132,7 @@ class BlockEngine:
 
 
 def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: Any) -> Any:
-    # A parameter that is returned must outlive the buffer.
+    # A returned view of a parameter must stay valid when the buffer is freed.
     outputs = map_tensors(lambda t: t.clone() if call.block.may_free_memory_of(t) else t, outputs)
     gated = [output for output in tensors_in(outputs) if output.requires_grad]
     if token is not None and not gated:
@@ -141,10 +141,10 @@ def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: An
     if not gated or not torch.is_grad_enabled():
         return outputs
     if token is None:
-        # All parameters are frozen: there is no Enter to run after the block, but its inputs' gradients come last.
+        # All parameters are frozen, so there is no Enter. The block's backward is over when its inputs have their gradients.
         token = torch.empty(0, device=gated[0].device)
         sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        # Torch cannot watch several leaves in autograd.grad(); after leaves little follows, and the pass ends.
+        # Torch cannot watch several leaves in autograd.grad(). If an input is a leaf, the call ends with the pass, soon after.
         if sources and True not in [source.is_leaf for source in sources]:
             call.input_hook = register_multi_grad_hook(sources, EndAtInputs(call))
     left = Leave.apply(call, token, *gated)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""``ModuleChanges``: counts how often any module anywhere was given a parameter, a submodule, or a new buffer.
+"""``ModuleChanges``: counts how often any module in the process was given a parameter, a submodule, or a new buffer.
 
-A block compares the count before each call: as long as it stands still nothing was added or replaced, at no cost that grows
-with the model.
+A block compares the count before each call. If it is unchanged nothing was added or replaced; the check costs the same for every
+size of model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bmt_zero import adapters
 class ModuleChanges:
     """Counts from when it is made until :meth:`close`.
 
-    ``is_gathered`` says whether a tensor is a gathered parameter: a module that is given one as its own is an error.
+    ``is_gathered`` says whether a tensor is a gathered parameter. Giving a module one as its own parameter is an error.
     """
 
     def __init__(self, device: torch.device, is_gathered: Callable[[torch.Tensor], bool]) -> None:
@@ -47,7 +47,7 @@ class ModuleChanges:
         adapters.added(module, value)
 
     def _buffer_changed(self, module: Any, name: str, value: torch.Tensor | None) -> None:
-        # Another one where the others are needs nothing done, and many a forward replaces its buffers.
+        # Many forwards replace a buffer by another on the same device, which changes nothing for the block.
         if name not in module._buffers or (value is not None and value.device != self._device):
             self.count += 1
         self._check(module, name, value)
@@ -55,8 +55,8 @@ class ModuleChanges:
     def _check(self, module: Any, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor) and _has_memory(value) and self._is_gathered(value):
             raise ConfigError(
-                f"{type(module).__name__} was given a gathered parameter as its own {name!r}: it would be a new leaf, without"
-                " gradient. A slice of an nn.ParameterList does that: index it, or loop over its indices."
+                f"{type(module).__name__} was given a gathered parameter as its own {name!r}. It would be a new leaf, and the"
+                " sharded parameter no gradient. Slicing an nn.ParameterList does that: index it, or loop over its indices."
             )
 
 

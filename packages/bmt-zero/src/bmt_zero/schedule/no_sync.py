@@ -1,4 +1,4 @@
-"""Gradient accumulation: which micro-batch is the last."""
+"""``no_sync``: gradient accumulation without communication until the last micro-batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bmt_zero.schedule.block_engine import BlockEngine
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[int]:
-    """Run the micro-batches before the last inside: blocks of levels 0 and 1 keep their gradients locally, in float32.
+    """Run all micro-batches but the last inside: blocks of levels 0 and 1 then sum their gradients locally, in float32.
 
-    They are reduced, once, by the first backward whose forward ran outside. What is kept are the whole gradients of
-    these blocks, 4 bytes a parameter; ``with no_sync(model) as held:`` tells how many bytes that is, on this rank.
-    Blocks of levels 2 and 3, and parameters outside of blocks, keep their promise of memory and are reduced at every
-    micro-batch. The sums are the same either way. ``zero_grad`` drops what is kept.
+    The first backward whose forward ran outside reduces the sums, once. They are the whole gradients of these blocks, 4 bytes
+    a parameter; ``with no_sync(model) as held:`` gives their size in bytes on this rank. To stay within their memory, blocks of
+    levels 2 and 3 and parameters outside of blocks are reduced at every micro-batch all the same. The gradients are the same
+    either way. ``zero_grad`` drops the local sums.
     """
     engines = [module.__dict__["_bmt_block"] for module in model.modules() if "_bmt_block" in module.__dict__]
     held_back: list[BlockEngine] = [engine for engine in engines if engine.block.level < 2]

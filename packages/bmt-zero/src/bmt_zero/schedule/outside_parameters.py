@@ -1,10 +1,10 @@
-"""``OutsideParameters``: which groups the parameters outside of Blocks form, and which of them a call has gathered.
+"""``OutsideParameters``: groups of parameters outside of Blocks, and their gathers at the beginning of each outermost call.
 
-[Note: reads that are expected] Which groups a call read from is remembered with its outermost module, once for calls with
-gradients and once for those without. The next such call gathers them when it begins (the first: all that the module holds),
-so that they are there, or on their way, when they are read. A group of which a call has read only some parameters is
-divided: memory moves, nothing is communicated. What was not expected is gathered by itself, and in a group the next time.
-Every rank reads the same, so every rank forms the same groups.
+[Note: reads that are expected] For each outermost module, the groups that a call has read are remembered, separately for calls with
+and without gradients. The next such call gathers these groups when it begins (the first call gathers all parameters of the module),
+so that they are there, or arriving, when they are read. If a call has read only some parameters of a group, the group is divided;
+this moves memory and communicates nothing. A parameter that was not expected is gathered alone, and with a group in the next call.
+Every rank reads the same parameters, so every rank forms the same groups.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bmt_zero.schedule.root_group import RootCall, RootGroup
 
 
 class OutsideParameters:
-    """Follows the calls of outermost modules. A group lives as long as one of their modules, or a call, may use it."""
+    """Observes the calls of outermost modules. A group lives as long as a remembered module or a call may use it."""
 
     def __init__(self, in_flight: ReductionsInFlight) -> None:
         self._in_flight = in_flight
         self._expected: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[RootGroup]]] = weakref.WeakKeyDictionary()
 
     def call_begins(self, module: nn.Module) -> CallEnd:
-        """Start to gather what the call of ``module`` is expected to read; return what is called at its end. Collective."""
+        """Start to gather what the call of ``module`` is expected to read. Return a function to call at its end. Collective."""
         expected, has_grad = self._expected.setdefault(module, {}), torch.is_grad_enabled()
         known = expected.get(has_grad)
         if known != []:
@@ -47,18 +47,20 @@ class OutsideParameters:
         return end
 
     def _groups_of(self, parameters: Iterable[torch.Tensor]) -> list[RootGroup]:
-        """Return groups of exactly those of ``parameters`` that are outside of Blocks, new ones where there are none."""
+        """Return groups that have exactly the parameters among ``parameters`` that are outside of Blocks, made if necessary."""
         members: dict[RootGroup, list[DistributedParameter]] = {}
         alone: list[DistributedParameter] = []
         for p in dict.fromkeys(parameters):
-            # Those that have to be gathered, and that no Block gathers.
+            # Only parameters that must be gathered, and not by a Block.
             if isinstance(p, DistributedParameter) and p.is_sharded and not p._in_block:
                 owner = owner_of(p)
                 (members.setdefault(owner, []) if isinstance(owner, RootGroup) else alone).append(p)
         groups = [g for g, own in members.items() if len(own) == len(g.parameters) and not g.data.is_memory_replaced]
         divided = [group for group in members if group not in groups]
         groups += self._formed([*alone, *(p for group in divided for p in members[group])])
-        for group in divided:  # the others lie close together again, and are in no group until they are read
+        for (
+            group
+        ) in divided:  # the remaining parameters get memory without gaps; the group is dropped until they are read
             self._formed([p for p in group.parameters if owner_of(p) is group])
         return groups
 

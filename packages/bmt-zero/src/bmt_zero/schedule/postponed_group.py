@@ -1,4 +1,4 @@
-"""``PostponedGroup``: the gradients of one group that the backward of one call has left to be computed later."""
+"""``PostponedGroup``: the gradients of one group that the backward of one call has postponed."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from bmt_zero.gradients.direct_linear import LayerGradient
 from bmt_zero.schedule.sharded_group import ShardedGroup
 
 _Products = list[tuple[int, LayerGradient]]
-"""In the order in which backward came to the layers: the position of the parameter, and its gradient."""
+"""(position of the parameter, its gradient), in the order in which backward reached the layers."""
 
 
 class PostponedGroup:
     """Implements :class:`bmt_core.modules.postponed_gradients.PostponedPart`.
 
-    ``may_be_freed`` says of what memory will be gone when the backward pass is over.
+    ``may_be_freed`` says whether a tensor's memory may be freed when the backward pass is over.
     """
 
     def __init__(self, group: ShardedGroup, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
         self._group = group
         self._may_be_freed = may_be_freed
         self._products: _Products = []
-        self._joined: list[_Products] = []  # those of other passes
+        self._joined: list[_Products] = []  # products of other passes, taken over
         self._grads: list[torch.Tensor | None] = []
         self._needed: Sequence[bool] = []
         self._reduces = False
         self._awaited: list[object] = []
 
     def take(self, position: int, product: LayerGradient) -> None:
-        """Keep what a layer would have written into the gradient of the parameter at ``position``."""
+        """Keep ``product``, the gradient of the parameter at ``position``."""
         product.keep(self._may_be_freed)
         self._products.append((position, product))
 
@@ -48,7 +48,7 @@ class PostponedGroup:
             return 0
         factors = [factor for _, product in self._products for factor in product.factors]
         kept = [*factors, *[grad for grad in self._grads if grad is not None and not grad.is_sparse]]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())  # a bias has its weight's factor
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())  # weight and bias share a factor
 
     @property
     def sum_bytes(self) -> int:
@@ -66,7 +66,7 @@ class PostponedGroup:
     def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, reduces: bool) -> None:
         """Keep ``grads``, which autograd has computed; ``needed`` says which gradients count.
 
-        If it ``reduces``, what was held back will be reduced with them; otherwise they will be held back.
+        With ``reduces`` they will be reduced, together with those held back; otherwise they will be held back.
         """
         may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
         self._grads = [g.clone() if g is not None and may else g for g, may in zip(grads, may_be_freed, strict=True)]
@@ -83,11 +83,11 @@ class PostponedGroup:
 
     def compute(self) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`. Collective."""
-        self._complete()  # what another call of the block, in the same pass, has left
+        self._complete()  # completes what another call of the block in the same pass has reduced
         self.compute_in_pass()
 
     def compute_in_pass(self) -> None:
-        """:meth:`compute` in the backward pass that has left it: ``.grad`` is complete when that pass ends. Collective."""
+        """:meth:`compute` within the same backward pass: ``.grad`` is complete when that pass ends. Collective."""
         full = self._group.reducer.room_for_products(reduces=self._reduces, of_several=bool(self._joined))
         for position, product in self._sums():
             if not full.take(position, product):
@@ -112,7 +112,7 @@ class PostponedGroup:
         self._products, self._joined, self._grads = [], [], []
 
     def _sums(self) -> Iterator[tuple[int, LayerGradient]]:
-        """Yield one product for each layer, of the rows of all passes; those of each pass if they have called other layers."""
+        """Yield one product per layer, over the rows of all passes; separate products if the passes called different layers."""
         positions = [position for position, _ in self._products]
         if any([position for position, _ in products] != positions for products in self._joined):
             yield from itertools.chain(self._products, *self._joined)

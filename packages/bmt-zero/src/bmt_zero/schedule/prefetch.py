@@ -1,16 +1,15 @@
 """``Prefetch``: starts gathers before they are needed.
 
-[Note: what comes next] What happens in a step is a sequence of events: the forward of a block begins, the backward of a
-block begins. The next event is expected to be what followed the last two events when they last came together; before
-there is such experience, the next block of the list, and in backward the block whose forward ran before this one's.
-That covers loops, repeated, skipped and frozen blocks without a case for any of them. An expectation that fails costs a
-gather and nothing else. It depends only on the calls made so far, so every rank expects the same, and issues the same
-collectives.
+[Note: what comes next] A step is a sequence of events: the forward of a block begins, or the backward of a block begins. The
+expected next event is the one that followed the last two events when this pair was last seen. For a new pair it is, in forward, the
+next block of the list, and in backward, the block whose forward ran before this one's. That covers loops and repeated, skipped
+and frozen blocks without special cases. A wrong expectation costs one gather and nothing else. It depends only on the calls made
+so far, so every rank expects the same event and issues the same collectives.
 
-That the outermost module is called is an event too, which needs no gather itself: what follows it, the first block, is
-gathered while whatever comes before that block computes.
+The call of the outermost module is an event too. It needs no gather itself, but the first block, which follows it, is gathered
+while the layers before that block compute.
 
-From a backward to a forward nothing is expected: the optimizer is about to change what would be gathered.
+No forward is expected after a backward: the optimizer is about to change the parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
-HOPS = 4  # how many expected events that need no gather are passed over in search of one that does
+HOPS = 4  # how many expected events to follow from the current one
 
 
 class Prefetched(Protocol):
@@ -35,27 +34,27 @@ class Prefetched(Protocol):
     """The block whose forward ran before this one's."""
 
     def bytes_to_gather(self, *, is_backward: bool) -> int:
-        """How much memory gathering its parameters for the next forward or backward would take now."""
+        """How many bytes of memory a gather for the next forward or backward would allocate now."""
 
     def gather_ahead(self, *, is_backward: bool) -> bool:
-        """Start to gather the parameters for the next forward or backward, and keep them; False: not now. Collective."""
+        """Start to gather the parameters for the next forward or backward, and hold them. False: not possible now. Collective."""
 
     def release_ahead(self) -> None:
         """Undo :meth:`gather_ahead`."""
 
     def forget_gathered(self) -> None:
-        """Gather again before the next use, whatever is there."""
+        """Gather again before the next use, even if parameters are gathered now."""
 
 
 class Event(NamedTuple):
-    """The forward or the backward of block ``number`` begins, or, with a negative number, the call of a module."""
+    """The forward or backward of block ``number`` begins; a negative number stands for the call of an outermost module."""
 
     number: int
     is_backward: bool
 
 
 class Prefetch:
-    """Expects which block comes next and has its parameters gathered ahead, up to ``budget`` bytes but at least one block."""
+    """Predicts the next blocks and gathers their parameters ahead, up to ``budget`` bytes, but at least those of one block."""
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
@@ -68,11 +67,11 @@ class Prefetch:
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def add(self, block: Prefetched) -> None:
-        """Let ``block``, which is kept weakly, be gathered ahead from now on."""
+        """Register ``block``, by a weak reference, to be gathered ahead."""
         self._blocks[block.number] = block
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
-        """Note that forward or backward of ``block`` begins, and start the gathers of what is expected next. Collective."""
+        """Note that forward or backward of ``block`` begins, and start the gathers for the expected next events. Collective."""
         event = Event(block.number, is_backward)
         if self._now is not None:
             self._after[self._before, self._now] = event
@@ -82,19 +81,19 @@ class Prefetch:
         self._gather_ahead(block)
 
     def call_begins(self, module: nn.Module) -> None:
-        """Note that the call of ``module``, the outermost one, begins; start the gathers of what is expected next. Collective."""
+        """Note that the call of the outermost ``module`` begins, and start the gathers for the expected next events. Collective."""
         event = Event(self._calls.setdefault(module, next(self._numbers)), False)
         if self._now is not None:
             self._after[self._before, self._now] = event
-        self._before, self._now = None, event  # whatever was before the call, the same block follows
+        self._before, self._now = None, event  # what follows does not depend on what was before the call
         self._gather_ahead(None)
 
     def drop(self) -> None:
-        """Free what was gathered ahead and not used: the pass is over."""
+        """Free what was gathered ahead and not used. Called at the end of a backward pass."""
         self._go_on_with([])
 
     def forget_gathered(self) -> None:
-        """Have every block gathered again before its next use: a pass failed."""
+        """Let every block gather again before its next use. Called after a backward pass has failed."""
         self.drop()
         for block in self._blocks.values():
             block.forget_gathered()

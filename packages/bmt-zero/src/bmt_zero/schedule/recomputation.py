@@ -1,12 +1,12 @@
-"""Activation checkpointing: non-reentrant, with the random numbers of forward, one gather for recomputation and backward.
+"""Activation checkpointing: non-reentrant, with forward's random numbers, and one gather for recomputation and backward.
 
-What forward saves for backward is thrown away, and counted. When backward asks for the first of these tensors, forward
-runs once more and keeps them, until as many are there: what comes after the last of them is not computed again.
+Forward counts the tensors that it would save for backward, and does not keep them. When backward asks for the first of them,
+forward runs again and keeps them. It stops when it has as many as forward counted, so nothing after the last one is recomputed.
 
-[Note: why not torch's] ``torch.utils.checkpoint`` does the same. Per block it costs the host as much as the whole
-forward and backward of a plain block, in objects, dictionaries and contexts for each saved tensor; with a small batch the
-host is what a step waits for. Here a saved tensor costs one call to count it and one to hand it out, and the generators
-are put back only if forward drew from them.
+[Note: why not torch's] ``torch.utils.checkpoint`` does the same. But its objects, dictionaries and contexts for each saved tensor
+cost the host as much per block as the whole forward and backward of a plain block, and with a small batch a step waits for the
+host. Here a saved tensor costs one call to count it and one to return it, and generator states are restored only if forward drew
+random numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Recomputation:
-    """What the forward of ``call`` saved for backward: how many tensors, and how to make them again with ``compute``."""
+    """The tensors that the forward of ``call`` needs for backward: their shapes and dtypes, and how to recompute them."""
 
     def __init__(
         self, call: BlockCall, compute: Compute, buffers: BlockBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -52,11 +52,11 @@ class Recomputation:
         self._last: tuple[int, int] | None = None
         self._random = _RandomNumbers(current().device)
         self._modes = _Modes(current().device)
-        # Weakly: what autograd saved holds this object, and with it the inputs, as long as backward may come.
+        # Weakly: autograd's saved tensors keep this object, and with it the inputs, as long as backward may come.
         call.recomputation = weakref.ref(self)
 
     def forward(self) -> Any:
-        """Return what the block returns, saving nothing but its inputs."""
+        """Run forward and return its outputs. Only the inputs are kept."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out), _without_script_optimization():
                 return self._compute(*self._inputs)
@@ -65,11 +65,11 @@ class Recomputation:
             self._buffers.forget_unchanged()
 
     def clear(self) -> None:
-        """Let go what was made again: the backward pass is over."""
+        """Free the recomputed tensors. Called when the backward pass is over."""
         self._made = []
 
     def before_layer(self, input: torch.Tensor) -> int:
-        """Learn that a layer saves ``input`` and then computes; end here, if that is the last tensor that backward needs."""
+        """Called before a layer saves ``input`` and computes. Ends a recomputation if backward needs no tensor after ``input``."""
         self._layers += 1
         if not self.is_running:
             return len(self._kinds)
@@ -78,9 +78,9 @@ class Recomputation:
         return 0
 
     def after_layer(self, before: int) -> None:
-        """Learn that the layer is done."""
+        """Called after the layer has computed."""
         if not self.is_running:
-            # Unless somebody else, a hook of the user's inside the block, took what it saved.
+            # Unless hooks of the user's inside the block took the saved tensor.
             self._last = (self._layers, before) if len(self._kinds) == before + 1 else None
 
     def _count(self, tensor: torch.Tensor) -> int:
@@ -102,11 +102,11 @@ class Recomputation:
     def _make(self) -> None:
         if _versions_of(self._inputs) != self._versions:
             raise BmtError(
-                "An input of a block was modified in place after the block had read it, and the block would be recomputed"
+                "An input of a block was modified in place after the block's forward, so the block would be recomputed"
                 " from the new values. Clone it before, use the out-of-place operation, or set use_checkpoint=False."
             )
         self._call.begin_backward()
-        if self._call.is_computing:  # a backward pass inside of forward, at the end of which nobody else will clear
+        if self._call.is_computing:  # a backward pass inside of forward, at whose end nobody else calls clear()
             when_backward_ends(self.clear)
         layers, self._layers = self._layers, 0
         self.is_running = True
@@ -130,9 +130,9 @@ class Recomputation:
             self._layers = layers
         if len(self._made) < len(self._kinds):
             raise BmtError(
-                f"A block that was recomputed saved {len(self._made)} tensors for backward, and {len(self._kinds)} in its forward:"
-                " it took another way. Its forward must depend on its arguments, parameters and torch's random numbers"
-                " only; or set use_checkpoint=False."
+                f"A block saved {len(self._made)} tensors for backward when it was recomputed, but {len(self._kinds)} in its"
+                " forward. Its forward must depend on its arguments, parameters and torch's random numbers only; or set"
+                " use_checkpoint=False."
             )
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -146,8 +146,8 @@ class Recomputation:
         if (tensor.shape, tensor.dtype) != self._kinds[index]:
             shape, dtype = self._kinds[index]
             raise BmtError(
-                f"A block that was recomputed saved a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, for backward where its"
-                f" forward saved {tuple(shape)}, {dtype}. Its forward must depend on its arguments, parameters and torch's"
+                f"A block saved a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, for backward when it was recomputed, but"
+                f" {tuple(shape)}, {dtype}, in its forward. Its forward must depend on its arguments, parameters and torch's"
                 " random numbers only; or set use_checkpoint=False."
             )
         if index + 1 == needed:
@@ -156,17 +156,17 @@ class Recomputation:
 
 
 class _Complete(BaseException):
-    """All that backward needs is there. No ``Exception``, which the block might catch."""
+    """Stops a recomputation when all tensors are there. A BaseException, because the block's code may catch ``Exception``."""
 
 
 def _without_script_optimization() -> AbstractContextManager[None]:
-    """Inside, functions of ``torch.jit.script`` save the same tensors in every call; optimized ones save others after the first."""
+    """Inside, functions of ``torch.jit.script`` are not optimized: optimized ones save other tensors after their first call."""
     context: AbstractContextManager[None] = torch.jit.optimized_execution(False)
     return context
 
 
 class _RandomNumbers:
-    """The generators' states before forward; kept if forward drew."""
+    """The generators' states before forward; kept only if forward drew random numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self._generators = [torch.default_generator]
@@ -182,7 +182,7 @@ class _RandomNumbers:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Inside, draw what forward drew."""
+        """Inside, the generators draw what they drew in forward."""
         present = [generator.get_state() for generator in self._generators]
         _set_states(self._generators, self._states)
         try:
@@ -192,7 +192,7 @@ class _RandomNumbers:
 
 
 class _Modes:
-    """Autocast and the default device, which the recomputation must find as forward did."""
+    """Autocast and the default device of forward, to be restored for the recomputation."""
 
     def __init__(self, device: torch.device) -> None:
         self._types = dict.fromkeys(("cpu", device.type))
@@ -200,7 +200,7 @@ class _Modes:
         self._device = torch.get_default_device()
 
     def restored(self) -> AbstractContextManager[object]:
-        """Inside, they are what they were."""
+        """Inside, autocast and the default device are those of forward."""
         is_other_device = self._device != torch.get_default_device()
         if not is_other_device and self._autocast == self._present_autocast():
             return nullcontext()

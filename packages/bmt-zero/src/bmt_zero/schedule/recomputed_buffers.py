@@ -1,8 +1,8 @@
-"""Buffers of a block that is recomputed: its forward may change them, and recomputation starts from what they were.
+"""Buffers of a block that is recomputed: forward may change them, and the recomputation must start from their values before it.
 
-A buffer that is changed in place, replaced, added or taken away is found. So are running statistics of norms, which torch
-changes without counting: all buffers of one dimension are taken for such. A forward that writes to a larger buffer through
-``.data`` or NumPy hides it from torch and from us: write to the buffer itself.
+Buffers that forward changes in place, replaces, adds or removes are detected. torch updates the running statistics of norms without
+counting a version, so every 1-D buffer is treated as changed. A write to a larger buffer through ``.data`` or NumPy cannot be
+detected: write to the buffer itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from bmt_core.torch_internals import has_internal_overlap, storage_key
 
 Home = dict[str, torch.Tensor | None]
-"""Where a module keeps its buffers."""
+"""A module's ``_buffers``."""
 
 
 class BlockBuffers:
@@ -33,7 +33,7 @@ class BlockBuffers:
 
 
 class BuffersBeforeForward:
-    """The buffers as a forward found them. Forward changes them once: a recomputation leaves what it finds."""
+    """The buffers before a forward. A recomputation starts from them, and leaves the present buffers unchanged."""
 
     def __init__(self, buffers: BlockBuffers) -> None:
         self._homes = [(home, dict(home)) for home in buffers.homes]
@@ -42,12 +42,12 @@ class BuffersBeforeForward:
             self._values = [
                 (buffer, version_of(buffer), buffer.clone()) for buffer in unique.values() if not _is_expanded(buffer)
             ]
-        self._rewritten: set[int] = set()  # storages of buffers that hold other values than outside of restored()
+        self._rewritten: set[int] = set()  # inside restored(): storages of buffers whose present values differ
         self.are_rewritten = False
-        """Whether there are such buffers."""
+        """Whether some buffer has other values now than outside of :meth:`restored`."""
 
     def forget_unchanged(self) -> None:
-        """Free the copies of buffers that forward, which is over, has left as they were."""
+        """Free the copies of buffers that forward has not changed. Called after forward."""
         self._values = [
             (buffer, version_of(buffer), value)
             for buffer, version, value in self._values
@@ -57,7 +57,7 @@ class BuffersBeforeForward:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the buffers are those before forward."""
+        """Inside, the buffers have their values from before forward."""
         present = [dict(home) for home, _ in self._homes]
         values = [buffer.detach().clone() for buffer, _, _ in self._values]
         for home, before in self._homes:
@@ -78,7 +78,7 @@ class BuffersBeforeForward:
                 _write(buffer, value)
 
     def with_own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``, saved inside of :meth:`restored`, or its copy if it is a buffer that gets other values after it."""
+        """Return ``tensor``, or a copy if it is a buffer whose values change at the end of :meth:`restored`."""
         is_rewritten = _is_plain(tensor) and storage_key(tensor) in self._rewritten
         return tensor.clone() if is_rewritten else tensor
 
@@ -95,16 +95,16 @@ def _set_all(home: Home, buffers: Home) -> None:
 
 def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
     if buffer.shape == value.shape and buffer.layout is torch.strided:
-        buffer.data.copy_(value)  # by .data: putting a value back is no modification
+        buffer.data.copy_(value)  # by .data, so that torch counts no modification
     else:
         buffer.data = value.clone()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has elements that lie in memory as torch says."""
+    """Whether the tensor is a plain strided tensor."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
 def _is_expanded(buffer: torch.Tensor) -> bool:
-    """Whether elements share memory. Nothing writes to such a tensor, and its copy would be larger."""
+    """Whether elements share memory (``expand``). Nothing writes to such a tensor, and its copy would be larger."""
     return _is_plain(buffer) and has_internal_overlap(buffer)

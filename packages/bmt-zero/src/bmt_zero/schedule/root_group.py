@@ -1,8 +1,9 @@
-"""``RootGroup``: parameters outside of all Blocks, which are gathered in one all-gather when the outermost module is called.
+"""``RootGroup``: parameters outside of all Blocks, gathered in one all-gather when the outermost module is called.
 
-[Note: gradients that are missing] A parameter that took no part in the loss has no gradient in plain torch, on one rank or
-many. But what takes part may depend on a rank's data, and an optimizer must not step a part here and leave it there. So
-each rank sends along, per parameter, whether it has a gradient. Only where the own one is missing the host has to look.
+[Note: gradients that are missing] In plain torch a parameter that the loss does not depend on has no gradient. Which parameters
+these are may depend on a rank's data, but an optimizer must step the parts of a parameter on all ranks or on none. So each rank
+sends, with its gradients, a flag per parameter: whether it has a gradient. The host reads the summed flags only if one of its own
+gradients is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bmt_zero.sharding.rank_major_group import RankMajorGroup
 
 
 class RootGroup(ShardedGroup):
-    """``parameters`` of one dtype, sharded over the same ranks, which calls of an outermost module read."""
+    """``parameters`` of one dtype, sharded over the same ranks, that calls of an outermost module read."""
 
     group: RankMajorGroup
 
@@ -44,7 +45,7 @@ class RootGroup(ShardedGroup):
     def reduce_whole(
         self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """Reduce ``grads``, of which ``wanted`` are; return those that autograd is to have, and not ``.grad``. Collective."""
+        """Reduce the ``wanted`` gradients among ``grads``. Return those that go to autograd and not into ``.grad``. Collective."""
         taking = [want and accumulates(p) for want, p in zip(wanted, self.parameters, strict=True)]
         is_taking = True in taking
         wanted = taking if is_taking else wanted
@@ -75,7 +76,7 @@ class RootGroup(ShardedGroup):
 class RootCall:
     """One call of an outermost module, for which ``groups`` are gathered, and its backward. Making it is collective.
 
-    All groups are one node of the graph: its backward runs on every rank where any of the parameters has taken part.
+    One autograd node has the parameters of all groups, so its backward runs if any of them was used.
     """
 
     def __init__(self, groups: Sequence[RootGroup]) -> None:
@@ -91,12 +92,14 @@ class RootCall:
             group.start_gather()
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole ``parameter``; None if it was changed since, or torch's mode is another one by now."""
+        """Return the whole ``parameter``; None if it, or torch's grad or inference mode, has changed since the call began."""
         key = id(parameter)
         if self._mode != _mode() or self._versions[key] != parameter._version:
             return None
         if not self._wholes:
-            if any(group.call is not self for group in self.groups):  # used up by another call inside of this one
+            if any(
+                group.call is not self for group in self.groups
+            ):  # another call inside of this one has used the groups
                 return None
             parameters = [p for group in self.groups for p in group.parameters]
             wholes = _Gather.apply(self.groups, self._was_read, *parameters)  # type: ignore[no-untyped-call]
@@ -105,7 +108,7 @@ class RootCall:
         return self._wholes[key]
 
     def end(self) -> None:
-        """The call is over: free what it has not read."""
+        """End the call, and free parameters that it has not read."""
         self._wholes = {}
         for group in self.groups:
             if group.call is self:
@@ -115,7 +118,7 @@ class RootCall:
 
 
 class _Gather(torch.autograd.Function):
-    """(groups, what will have been read, parts…) -> whole parameters…"""
+    """(groups, ids of parameters read until backward, parts…) -> whole parameters…"""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""What autograd saves inside a block whose parameters are freed after forward.
+"""Hooks on the tensors that autograd saves inside a block whose parameters are freed after forward.
 
-A saved view of a parameter must find its buffer gathered when it is unpacked. ``Leave`` sees to that in the ordinary case, but
-backward may also come in from elsewhere: an auxiliary loss kept on the module, a hook on an inner feature. So unpacking such a
-view gathers, if nobody has. Reading the memory of a freed buffer would end the process.
+Autograd saves views of whole parameters. The buffer must be gathered when such a view is unpacked, because reading a freed buffer
+would crash the process. Ordinarily ``Leave`` gathers it. But backward can also reach a block without passing its outputs, from an
+auxiliary loss kept on the module or a hook on an inner feature. So unpacking a view gathers the buffer if nobody has.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def saved_for_backward(call: BlockCall) -> saved_tensors_hooks:
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise if ``tensor`` was modified since it had that version. With hooks torch leaves this check to us."""
+    """Raise if ``tensor`` was modified since it had this version. torch does not check tensors that pass through hooks."""
     if tensor._version != version:
         raise BmtError(
             "A tensor that a block needs for its backward was modified by an in-place operation"

@@ -1,4 +1,4 @@
-"""``ShardedBlock``: the parameters of one block, in groups, and the places in its modules where they are found."""
+"""``ShardedBlock``: the parameters of one block, in groups, and the slots of its modules that hold them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _numbers = itertools.count()
 
 
 class ShardedBlock:
-    """What a block shards. It holds parameters and the places where modules keep them, never the modules themselves.
+    """The parameters that a block shards. It refers to parameters and to slots of modules, never to the modules themselves.
 
-    ``direct_gradients``: linear layers write their gradients where they are reduced from.
+    ``direct_gradients``: linear layers write their gradients directly into the tensor that is reduced.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class ShardedBlock:
         self.running = RunningCall()
         self._direct_gradients = direct_gradients
         self._changes_seen = -1
-        self._ahead: list[ShardedGroup] = []  # held for the next call, which is expected
-        self._between_calls: list[ShardedGroup] = []  # held between the calls of a schedule
+        self._ahead: list[ShardedGroup] = []  # gathered ahead and held for the expected next call
+        self._between_calls: list[ShardedGroup] = []  # held between calls because a schedule says so
         self.awaited_calls: set[int] = set()
-        """The numbers of calls whose backward is to run with what the backward of another call has gathered."""
+        """Numbers of the calls whose backward will use parameters that are kept from the backward of another call."""
 
     def __del__(self) -> None:
         for group in self.groups:
@@ -72,7 +72,7 @@ class ShardedBlock:
             group.free_unless_held()
 
     def refresh(self, block: nn.Module) -> None:
-        """Take over parameters that were added, replaced, or given other memory since the last look.
+        """Shard parameters that were added, replaced, or given other memory since the last call.
 
         Collective if there are any.
         """
@@ -88,11 +88,11 @@ class ShardedBlock:
     def whole_for_backward(
         self, leaves: Mapping[ShardedGroup, Sequence[torch.Tensor]], foreign: dict[int, torch.Tensor]
     ) -> WholeParameters:
-        """Return what the block's modules are to hold while the backward of a call runs.
+        """Return the whole parameters to put into the block's modules while the backward of a call runs.
 
-        ``leaves``: the whole parameters of the groups that the call has gathered; the block may have got others since.
-        ``foreign``: the whole parameters that forward used and others shard. They are not gathered again, for forward may have
-        used them on some ranks only.
+        ``leaves``: the whole parameters of the groups that the call has gathered; the block may have other groups by now.
+        ``foreign``: the whole parameters that forward used but the block does not shard. They are not gathered again, because
+        forward may have used them on some ranks only.
         """
         own = [whole for group in self.groups for whole in leaves.get(group, group.group.parameters)]
         if not foreign:
@@ -102,7 +102,7 @@ class ShardedBlock:
             return WholeParameters(own, {id(p): p.gathered_as(foreign[id(p)]) for p in others})
 
     def may_free_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of parameters of this block that may be freed while it lives."""
+        """Whether ``tensor`` is a view of a buffer of this block that may be freed while ``tensor`` lives."""
         return any(not g.group.is_replicated and g.buffer.holds_memory_of(tensor) for g in self.groups)
 
     def keep_gathered(self, groups: list[ShardedGroup], *, until_next: bool) -> None:
@@ -152,7 +152,7 @@ class ShardedBlock:
     def _refresh(self, block: nn.Module) -> None:
         is_moved = True in [group.data.is_memory_replaced for group in self.groups]
         if is_moved or self._changes_seen != self.run.module_changes.count or not self.slots.are_untouched:
-            # A copy may be called for the first time under inference_mode, and must be trainable later.
+            # The first call of a copied block may be under inference_mode, and the block must be trainable later.
             with torch.inference_mode(False):
                 self._take_over(block)
 
@@ -192,7 +192,8 @@ class ShardedBlock:
         for parameter in parameters:
             ranks = self._ranks_of(parameter, slots)
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
-            # Where it lay before, or by whether it trains now: freezing later must not move what the optimizer knows.
+            # A parameter stays in the group it had. New ones are grouped by requires_grad, once: freezing a parameter later must
+            # not move memory that the optimizer holds.
             key = (index, parameter.dtype, parameter.requires_grad if index is None else None, ranks.ranks)
             kinds.setdefault(key, (ranks, []))[1].append(parameter)
         made = [
@@ -229,14 +230,14 @@ class ShardedBlock:
         if shared:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
             raise ConfigError(
-                f"Parameter {name!r} has a share of its gradient on each rank along {shared[0]!r}, and its Block is local along"
-                " that axis, so that the shares would not be summed. Declare gradients='whole', or make the Block sharded along it."
+                f"Parameter {name!r} has a share of its gradient on each rank along {shared[0]!r}, but its Block is local along"
+                " that axis, so the shares would not be summed. Declare gradients='whole', or leave the axis out of local_axes."
             )
         return topology.shard_group({*self.local_axes, *parameter.local_axes})
 
 
 def _slots_of(block: nn.Module) -> Iterator[Slot]:
-    """Every slot of a parameter in ``block``, except inside blocks that are nested in it."""
+    """Yield every slot of a parameter in ``block``, except inside blocks that are nested in it."""
     pending = [block]
     seen: set[int] = set()
     while pending:

@@ -1,4 +1,4 @@
-"""``ShardedGroup``: one group of parameters with everything that gathers and reduces it; the owner of its parameters."""
+"""``ShardedGroup``: one group of parameters, its buffer and its reducer; the owner of these parameters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from bmt_zero.sharding.unsharded_buffer import UnshardedBuffer
 
 
 class ShardedGroup:
-    """What is gathered by one all-gather and reduced by one reduce-scatter.
+    """Parameters that are gathered by one all-gather, and whose gradients are reduced by one reduce-scatter.
 
-    ``group`` says where the parameters lie, ``data`` whether their values changed, ``buffer`` holds them whole, ``reducer``
+    ``group`` has their layout and shard, ``data`` tells whether their values changed, ``buffer`` holds them whole, ``reducer``
     sums their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
     """
 
@@ -73,17 +73,17 @@ class ShardedGroup:
         return None
 
     def bytes_to_gather(self, own_holds: int) -> int:
-        """How much memory a gather takes that nobody has taken yet, apart from the caller, who holds it ``own_holds`` times."""
+        """Return how many bytes a gather would allocate; 0 if others than the caller, who holds ``own_holds`` times, keep them."""
         is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.is_available)
         return 0 if is_there or self.group.is_replicated else self.group.full_bytes
 
     def look_for_changes(self) -> None:
-        """Have the next :meth:`start_gather` gather again if the values were changed since the last look."""
+        """Let the next :meth:`start_gather` gather again if values have changed since the last look."""
         if self.data.look():
             self.buffer.mark_outdated()
 
     def start_gather(self) -> None:
-        """Have the whole parameters on their way, unless they are there. Collective."""
+        """Start to gather the whole parameters, unless they are available. Collective."""
         if not self.buffer.is_available:
             self.data.updates.hold_up_lane()
             self.buffer.gather(self.name)
@@ -112,13 +112,13 @@ class ShardedGroup:
             self.buffer.free_unless_held()
 
     def views(self) -> list[torch.Tensor]:
-        """Return the whole parameters, in their shapes: views of the buffer, fresh objects at each call."""
+        """Return the whole parameters in their shapes: new views of the buffer at each call."""
         return self.group.views_of(self.buffer.tensor)
 
     def leaves(self, trains: Sequence[bool]) -> list[torch.Tensor]:
-        """Return the whole parameters as leaves of the autograd graph, those that require gradients as ``trains`` says.
+        """Return the whole parameters as leaves of the autograd graph; ``trains`` says which require gradients.
 
-        They are made once, and again when ``trains`` is another.
+        They are made once, and again when ``trains`` changes.
         """
         if [leaf.requires_grad for leaf in self._leaves] != trains:
             self._leaves = [
@@ -137,6 +137,6 @@ class ShardedGroup:
         return self.reducer.reduce_now(full, completes=completes)
 
     def _expect_update(self) -> None:
-        # What follows a reduction is an update, by whomever; that it was reduced is known to every rank alike.
+        # An update usually follows a reduction. That gradients were reduced is known to every rank, so all gather again.
         if self.level == 1:
             self.buffer.mark_outdated()

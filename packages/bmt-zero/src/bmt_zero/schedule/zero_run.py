@@ -1,4 +1,4 @@
-"""``ZeroRun``: what all blocks of a run share, from the first block to shutdown."""
+"""``ZeroRun``: the state that all blocks of a run share, from the first block to shutdown."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from bmt_zero.schedule.sharded_group import ShardedGroup
 
 
 class EndedCall(Protocol):
-    """A call of a block that can be ended."""
+    """A call of a block, which can be ended."""
 
     def end(self) -> None:
-        """Hold nothing any more."""
+        """Release everything that the call holds."""
 
 
 class ZeroRun:
-    """What is gathered ahead, which reductions are under way, and torch's hooks, which are taken out at shutdown."""
+    """Gathers ahead, reductions under way, calls of blocks, and the hooks in torch, which are removed at shutdown."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
@@ -44,27 +44,27 @@ class ZeroRun:
         self.running: list[list[ShardedGroup]] = []
         """The groups of the blocks whose forward runs."""
         self.calls_in_pass: dict[EndedCall, None] = {}
-        """Calls that take part in a backward pass that has not ended."""
+        """The calls that take part in a backward pass that has not ended."""
         self.calls_at_rest: dict[int, list[ShardedGroup]] = {}
-        """The groups whose buffers calls keep between forward and backward, by the numbers of the calls."""
+        """By the number of a call at rest: the groups whose buffers it keeps. See [Note: calls at rest]."""
         self._warns_of_lists = runtime.rank == 0
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(_after_step),
         ]
-        # A function of torch.jit.script that is optimized by calls outside of Blocks is so inside of them from then on, and saves
-        # other tensors for backward: a recomputation would find others than its forward saved. So none is, while there are Blocks.
+        # A function of torch.jit.script that was optimized by calls outside of Blocks stays optimized inside of them, and then
+        # saves other tensors for backward. A recomputation must save the same ones. So none is optimized while there are Blocks.
         self._until_close = ExitStack()
         self._until_close.enter_context(torch.jit.optimized_execution(False))
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 
     def end_failed_passes(self) -> None:
-        """Let go what backward passes hold that failed. Called where something new begins, at the same point on every rank.
+        """Release what failed backward passes hold. Called at the same points on every rank: at a call, a step or a state_dict.
 
-        When torch lets go of the graph of a failed pass is not: on GPUs another thread may do so, at any time. So nothing stays
-        held, by calls of other graphs neither, and everything is gathered anew.
+        torch may free the graph of a failed pass at any time (on GPUs on another thread), at different times on different ranks. So
+        all calls, those of other graphs too, release what they hold, and everything is gathered again.
         """
         if self.calls_in_pass and backward_pass() == -1:
             for call in list(self.calls_in_pass):
@@ -77,12 +77,12 @@ class ZeroRun:
             self.prefetch.forget_gathered()
 
     def say_that_lists_stay_lists(self, module: nn.Module) -> None:
-        """Warn, once, on rank 0: BMTrain's Block made a tuple of a list that its module returned."""
+        """Warn once, on rank 0, that a returned list stays a list; BMTrain's Block turned it into a tuple."""
         if self._warns_of_lists:
             self._warns_of_lists = False
             warnings.warn(
-                f"{type(module).__name__} returned a list, as its module does, where BMTrain's returned a tuple. If your"
-                " code asks for a tuple, let the module return one. This is said once.",
+                f"{type(module).__name__} returned a list, as its module does; BMTrain's Block returned a tuple. If your"
+                " code needs a tuple, let the module return one. This is said once.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -90,7 +90,7 @@ class ZeroRun:
     def _call_begins(self, module: nn.Module) -> CallEnd:
         self.end_failed_passes()
         end = self.outside.call_begins(module)
-        if "_bmt_block" not in module.__dict__:  # a block says itself when it is called
+        if "_bmt_block" not in module.__dict__:  # a block notes its own call
             self.prefetch.call_begins(module)
         return end
 
@@ -112,7 +112,7 @@ _runs: weakref.WeakKeyDictionary[Runtime, ZeroRun] = weakref.WeakKeyDictionary()
 
 
 def zero_run() -> ZeroRun:
-    """Return what the blocks of the current run share, made when it is first asked for."""
+    """Return the :class:`ZeroRun` of the current run, made at the first call."""
     runtime = current()
     if runtime not in _runs:
         _runs[runtime] = ZeroRun(runtime)

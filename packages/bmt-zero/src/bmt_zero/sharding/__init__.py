@@ -1,1 +1,1 @@
-"""Where parameters lie: the flat layout, each rank's shard of it, and the memory of the whole while it is gathered."""
+"""Memory of parameters: the flat layout, each rank's shard, and the buffer that holds gathered parameters."""

@@ -8,11 +8,11 @@ from bmt_zero.sharding.pending_updates import PendingUpdates
 
 
 class DataVersion:
-    """Counts the changes of a group's values, and knows the updates that a reader has to wait for.
+    """Counts the changes of a group's values, and keeps the updates that a reader has to wait for.
 
-    Version counters of tensors alone would not do: on a rank whose part of a block is empty no counter moves when an optimizer
-    passes over empty tensors, and ranks would disagree about gathering again. That an optimizer stepped
-    (:meth:`note_update`) is the same on every rank.
+    torch's version counters are not enough: an optimizer does not change the counters of empty tensors, so a rank whose part of the
+    block is empty would decide otherwise than the rest about gathering again. That an optimizer has stepped (:meth:`note_update`)
+    is known to every rank.
     """
 
     def __init__(self, group: ParameterGroup, lane: Lane) -> None:
@@ -36,11 +36,11 @@ class DataVersion:
             self.updates.keep_alive(reads)
 
     def look(self) -> bool:
-        """Whether anything was written since the last look; :attr:`number` counts how often it was."""
+        """Whether values have changed since the last look; if so, :attr:`number` grows by one."""
         versions = self._group.versions
         if not self._is_update_noted and versions == self._seen:
             return False
-        if versions != self._noted:  # somebody wrote without a word
+        if versions != self._noted:  # written without note_update(), by an operation of the user's
             self.updates.add()
         self._seen = self._noted = versions
         self._is_update_noted = False

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat tensor, and which rank owns what: pure integers, no torch.distributed."""
+"""``FlatLayout``: offsets of parameters in a flat tensor, and which elements each rank owns. Pure integers, no tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALIGNMENT = (
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters back to back, each aligned, cut into ``ranks`` equal slices of which rank i owns the i-th.
+    """Parameters back to back, each aligned. The flat tensor is cut into ``ranks`` equal slices; rank i owns the i-th.
 
     ``offsets`` and ``numels`` count elements; ``total`` is a multiple of ``ranks`` and every slice starts aligned.
     """

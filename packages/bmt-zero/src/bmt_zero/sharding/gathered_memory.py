@@ -1,4 +1,4 @@
-"""How many bytes of gathered parameters exist: what ZeRO level 3 bounds."""
+"""``GatheredMemory``: counts the bytes of gathered parameters, which ZeRO level 3 bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GatheredMemory:
         self.peak = max(self.peak, self.current)
 
     def reset_peak(self) -> None:
-        """Start the next peak from what is there now."""
+        """Set the peak to the current number of bytes."""
         self.peak = self.current
 
 

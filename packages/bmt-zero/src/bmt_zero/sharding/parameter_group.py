@@ -1,4 +1,4 @@
-"""``ParameterGroup``: parameters of one dtype that are laid out in one flat tensor, and this rank's shard of it."""
+"""``ParameterGroup``: parameters of one dtype in one flat tensor, and this rank's shard of that tensor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bmt_zero.sharding.flat_layout import flat_layout
 
 
 class ParameterGroup:
-    """Parameters of one dtype, back to back in one flat tensor, of which each rank of ``ranks`` keeps an equal slice.
+    """Parameters of one dtype, back to back in one flat tensor; each rank of ``ranks`` keeps an equal slice of it.
 
-    ``is_replicated`` (ZeRO level 0, or a group of one rank): every rank keeps all of it. The parameters become
-    :class:`DistributedParameter` and stay the same objects. Making the group is collective if one of them was sharded in
-    another way before.
+    If ``is_replicated`` (ZeRO level 0, or a group of one rank), every rank keeps the whole flat tensor. The parameters become
+    :class:`DistributedParameter` and stay the same objects. Making the group is collective if one of them was sharded
+    differently before.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class ParameterGroup:
         return has_gradient_hooks(self.parameters)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parameters' pieces of ``flat``, a tensor of the layout, in their shapes: fresh views at each call."""
+        """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new views at each call."""
         return self.views_and_gaps_of(flat)[0]
 
     def views_and_gaps_of(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return :meth:`views_of` ``flat``, and its pieces that belong to no parameter."""
+        """Return :meth:`views_of` ``flat``, and the padding between them."""
         pieces = unflatten(flat, self._like)
         return [pieces[index] for index in self._places], [pieces[index] for index in self._gaps]
 

@@ -1,4 +1,4 @@
-"""``ParameterSlots``: the places in a block's modules where parameters are found."""
+"""``ParameterSlots``: the entries of a block's modules that hold its parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bmt_core.params.parameter import DistributedParameter
 
 
 class Slot(NamedTuple):
-    """Where a module keeps a parameter: ``holder[name]``, its ``_parameters``."""
+    """Where a module keeps ``parameter``: ``holder[name]``, where ``holder`` is the module's ``_parameters``."""
 
     holder: dict[str, Any]
     name: str
@@ -20,9 +20,9 @@ class Slot(NamedTuple):
 
 
 class WholeParameters(NamedTuple):
-    """What is put into the slots while a block computes.
+    """The whole parameters that are put into the slots while a block computes.
 
-    ``own``: the parameters that the block shards, in the order of its groups; ``foreign``: the others, by the parameters' ids.
+    ``own``: those that the block shards, in the order of its groups. ``foreign``: those that others shard, by the parameters' ids.
     """
 
     own: Sequence[torch.Tensor]
@@ -30,13 +30,13 @@ class WholeParameters(NamedTuple):
 
 
 class ParameterSlots:
-    """Holds the sharded parameters while a block rests, and whole ones while its forward or its backward runs.
+    """Puts whole parameters into a block's modules while its forward or backward runs, and the sharded ones otherwise.
 
-    Calls of one block may overlap (it is used twice, a backward pass runs inside of a forward): each puts its own whole
-    parameters in, the last ones are what modules find, and the parameters are back when all are taken out.
+    Calls of one block may overlap (the block is used twice; a backward pass runs inside a forward). Each call puts its own whole
+    parameters in, and the modules hold those put in last. The sharded parameters are back when all calls have taken theirs out.
 
-    ``index_of``: which of the block's own parameters the one with that id is. ``attributes``: ``(layer.__dict__, name, value)`` of
-    what is set on layers as long as whole parameters are in.
+    ``index_of``: the index of each of the block's own parameters, by id. ``attributes``: ``(layer.__dict__, name, value)`` to set
+    on layers while whole parameters are in.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class ParameterSlots:
         self._show(whole)
 
     def take_out(self, whole: WholeParameters) -> None:
-        """Undo :meth:`put`: others that were put in, or the parameters, take the place of ``whole``."""
+        """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the sharded parameters."""
         self._inside = [other for other in self._inside if other is not whole]
         self.show_present()
 
     def show_parameters(self) -> None:
-        """Put the parameters themselves into the modules, until :meth:`show_present`, to save or copy them."""
+        """Put the sharded parameters into the modules until :meth:`show_present`, to save or copy them."""
         for holder, name, parameter in self._slots:
             holder[name] = parameter
         for attributes, name, _ in self._attributes:
             attributes.pop(name, None)
 
     def show_present(self) -> None:
-        """Put into the modules what was put in last, or the parameters if nothing is."""
+        """Put the whole parameters that were put in last back into the modules, or the sharded ones if there are none."""
         if self._inside:
             self._show(self._inside[-1])
         else:
@@ -79,7 +79,7 @@ class ParameterSlots:
 
     @property
     def are_untouched(self) -> bool:
-        """Whether the modules hold the parameters, and nobody has put others in their places."""
+        """Whether the modules hold exactly the parameters of the slots: nobody has replaced one."""
         found = [holder.get(name) for holder, name, _ in self._slots]
         return not any(map(operator.is_not, found, [parameter for _, _, parameter in self._slots]))
 

@@ -1,7 +1,6 @@
-"""``PendingUpdates``: updates of a shard that nobody has waited for yet.
+"""``PendingUpdates``: optimizer updates of a shard that nobody has waited for yet.
 
-Parts of one shard may belong to several optimizers, each of which writes on a stream of its own: the last update to be noted
-is not the last to be done.
+Parts of one shard may belong to several optimizers, each with a stream of its own, so the update noted last need not finish last.
 """
 
 from __future__ import annotations
@@ -11,33 +10,33 @@ from dataclasses import dataclass
 from bmt_core.run.lanes import Lane, Mark
 
 MOST = 4
-"""How many are remembered. An optimizer waits for its own last update before the next one, so there are as many as optimizers."""
+"""How many updates are remembered. An optimizer waits for its last update before the next, so there is one per optimizer."""
 
 
 @dataclass
 class _Update:
-    done: Mark | None  # None: the lane waits for it
+    done: Mark | None  # None: the lane has been told to wait for it
     reads: object = None
 
 
 class PendingUpdates:
-    """When each update is done, and what it reads until then, on behalf of ``lane``, which gathers what was written."""
+    """For each update, the mark of its end, and what it reads until then. ``lane`` gathers the updated shard."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._updates: list[_Update] = []
 
     def add(self, done: Mark | None = None) -> None:
-        """Remember an update that is written at ``done``; None: when the computation has come to this point."""
+        """Remember an update that ends at ``done``; None: at the current end of the computation's stream."""
         waiting = [update for update in self._updates if update.done is not None]
-        if len(waiting) >= MOST:  # of a shard that is stepped and never used
+        if len(waiting) >= MOST:  # the shard is stepped and never used
             self.wait()
             self._updates = [update for update in self._updates if update.done is None]
             self._updates.append(_Update(self._lane.here()))
         self._updates.append(_Update(self._lane.here() if done is None else done))
 
     def keep_alive(self, reads: object) -> None:
-        """Keep ``reads``, which the last update reads, until somebody has waited for that update."""
+        """Keep ``reads``, which the update noted last reads, until somebody has waited for it."""
         if self._updates:
             self._updates[-1].reads = reads
 
@@ -55,7 +54,7 @@ class PendingUpdates:
                 update.done = None
 
     def forget_awaited(self) -> None:
-        """Let go of updates for which the lane waits, once the computation has waited for the lane."""
+        """Forget updates that the lane waits for. Called once the computation has waited for the lane."""
         self._updates = [update for update in self._updates if update.done is not None]
 
     def clear(self) -> None:

@@ -1,9 +1,9 @@
-"""``RankMajorGroup``: parameters that are each sharded by itself, whose parts on one rank lie back to back.
+"""``RankMajorGroup``: parameters that are sharded separately, with each rank's parts back to back in one tensor.
 
-An optimizer may know the parts before the group is made, so which elements a rank has stays as it was: only their memory
-moves. What is gathered has one row for each rank, and whole parameters and gradients are copied out of and into the rows: with
-embeddings and a head in mind, large tensors and few, once per step. A row ends with one element for each parameter, which
-says of gradients whether the rank has one.
+An optimizer may hold the parts before the group is made, so each rank keeps the elements it had, and only their memory moves.
+The gathered tensor has one row per rank. Whole parameters are copied out of the rows, and whole gradients into them, once per
+step. That suits few large tensors, such as embeddings and a head. A row ends with one flag for each parameter: whether the
+rank has a gradient of it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from bmt_zero.sharding.parameter_group import ParameterGroup
 
 
 class RankMajorGroup(ParameterGroup):
-    """``parameters`` of one dtype that are sharded over the same ranks; several, and none has all."""
+    """``parameters`` of one dtype, sharded over the same ranks (at least two)."""
 
     def __init__(self, parameters: Sequence[DistributedParameter]) -> None:
         super().__init__(parameters, ranks=parameters[0].shard_group, replicated=False, device=parameters[0].device)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the whole parameters that were gathered into ``flat``, in memory of their own."""
+        """Return copies of the whole parameters that were gathered into ``flat``."""
         rows = flat.view(self.ranks.size, -1)
         places = zip(self.parameters, self._starts, self._longest, strict=True)
         parts = [(p, rows[:, start : start + longest].contiguous().view(-1)) for p, start, longest in places]
         return [parameter._shard.joined(padded) for parameter, padded in parts]
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """Return whole gradients as they are reduced: rows of their parts, zero where there is none, and which are there."""
+        """Return whole gradients as rows of parts, to be reduced: zero where one is None, with a flag for each that is there."""
         flat = torch.zeros(self.total, dtype=dtype, device=self.device)
         rows = flat.view(self.ranks.size, -1)
         for number, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
@@ -44,7 +44,7 @@ class RankMajorGroup(ParameterGroup):
         return flat
 
     def present(self, reduced: torch.Tensor) -> list[bool]:
-        """Return which gradients any rank had, of those whose sum is ``reduced``. The host waits for the device."""
+        """Return, for each parameter, whether any rank had a gradient; ``reduced`` is the sum. The host waits for the device."""
         return [number != 0 for number in reduced[self._flags :][: len(self.parameters)].tolist()]
 
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:

@@ -1,15 +1,14 @@
-"""``UnshardedBuffer``: the memory that holds the whole parameters of a group while they are gathered.
+"""``UnshardedBuffer``: the memory of a group's whole parameters while they are gathered.
 
 [Note: one storage] The buffer is one storage for the life of the group; "freed" means resized to zero bytes. Autograd saves
-views of weights. They neither pin the memory nor dangle, because the buffer is the same storage when it is gathered again. A
-view that is read while the buffer is freed has no memory: see :mod:`bmt_zero.schedule.saved_tensors`. Gathers write through a
-tensor with a version counter of its own: filling the buffer again with the same values is no modification that autograd
-should complain about.
+views of weights. They do not keep the memory alive, and are valid again after the next gather, because the storage is the same. A
+view must not be read while the buffer is freed: see :mod:`bmt_zero.schedule.saved_tensors`. Gathers write through a second tensor
+with its own version counter, so that autograd does not take gathering the same values again for a modification.
 
-[Note: calls at rest] At level 2 a call whose forward is over keeps the memory until its backward, since autograd saved views of
-it. Ranks need not agree on what such calls there are: one rank may keep an output, and with it the graph, that others have
-dropped. So they keep the memory and decide about no gather: what only they keep is KEPT, and whoever comes next gathers into
-it again. The backward of such a call, which runs on all ranks or on none, finds it as it was.
+[Note: calls at rest] At level 2 a call keeps the memory from the end of its forward to its backward, because autograd saved views
+of it. Such a call is "at rest". Ranks may have different calls at rest: one rank may keep an output, and with it the graph, that
+others have dropped. So calls at rest keep the memory, but must not influence whether ranks gather. A buffer that only they keep is
+KEPT: the next forward gathers into it again. The backward of a call at rest runs on all ranks or on none, and uses what is there.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from bmt_zero.sharding.parameter_group import ParameterGroup
 
 
 class BufferState(Enum):
-    """What is in the buffer."""
+    """The content of the buffer."""
 
     FREED = auto()
     """No memory."""
     OUTDATED = auto()
     """Memory with values from before an update."""
     IN_FLIGHT = auto()
-    """A gather is under way that the computation has not waited for."""
+    """A gather is under way, and the computation has not waited for it."""
     KEPT = auto()
-    """The whole parameters, or a gather of them, which nobody holds but calls at rest: see [Note: calls at rest]."""
+    """The whole parameters, or a gather of them, held by calls at rest only: see [Note: calls at rest]."""
     READY = auto()
     """The whole parameters."""
 
 
 class UnshardedBuffer:
-    """The whole parameters of ``group``, filled by gathers in ``lane`` and freed when nobody holds them.
+    """The memory of the whole parameters of ``group``, filled by gathers in ``lane`` and freed when nobody holds it.
 
-    ``holders`` counts those who need it, apart from calls at rest: see [Note: calls at rest]. A replicated group's buffer is its
-    shard: always READY, never freed.
+    ``holders`` counts the holders, without calls at rest: see [Note: calls at rest]. The buffer of a replicated group is its shard:
+    always READY, never freed.
     """
 
     def __init__(self, group: ParameterGroup, lane: Lane) -> None:
@@ -56,7 +55,7 @@ class UnshardedBuffer:
         self._calls_at_rest = 0
         self._purpose = ""
         self._arrival: Mark | None = None
-        self._read_until: Mark | None = None  # when the computation has read what a gather is about to overwrite
+        self._read_until: Mark | None = None  # after it the computation no longer reads what the next gather overwrites
         if group.is_replicated:
             self.tensor = self._writer = group.shard
             self.state = BufferState.READY
@@ -68,12 +67,12 @@ class UnshardedBuffer:
 
     @property
     def is_available(self) -> bool:
-        """Whether the whole parameters are there, or on their way."""
+        """Whether the whole parameters are there or being gathered."""
         return self.state in (BufferState.IN_FLIGHT, BufferState.READY)
 
     @property
     def writes(self) -> int:
-        """How often somebody else wrote to the whole parameters, as far as torch counts; 0 where these are what each rank keeps."""
+        """How often user code wrote to the whole parameters, as far as torch counts; 0 for a replicated group."""
         return 0 if self._group.is_replicated else self.tensor._version
 
     def gather(self, name: str) -> None:
@@ -126,7 +125,7 @@ class UnshardedBuffer:
         assert self._calls_at_rest >= 0
 
     def take_kept(self) -> None:
-        """Make what is KEPT available, for the backward of a call that has kept it."""
+        """Make a KEPT buffer available, for the backward of a call at rest."""
         if self.state is BufferState.KEPT:
             self.state = BufferState.READY if self._arrival is None else BufferState.IN_FLIGHT
 
@@ -148,12 +147,12 @@ class UnshardedBuffer:
         self.state = BufferState.FREED
 
     def discard(self) -> None:
-        """Give the memory back for good; views that still live keep it."""
+        """Stop using the buffer for good. Views that still live keep its memory."""
         if self.state is not BufferState.FREED and not self._group.is_replicated:
             gathered_memory.change(-self._group.full_bytes)
-            with suppress(CallError):  # the run has failed, as every call says
+            with suppress(CallError):  # the run has failed, which other calls report
                 self.wait()
-            self._lane.after(self._lane.here())  # whoever reads it still has until then: see free_unless_held()
+            self._lane.after(self._lane.here())  # as in free_unless_held(): queued readers come first
             self.state = BufferState.FREED
 
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
