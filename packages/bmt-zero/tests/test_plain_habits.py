@@ -241,7 +241,7 @@ def test_what_takes_parts_for_whole_parameters_is_refused_and_changes_nothing() 
         assert all("DistributedDataParallel would" in text and "OptimManager" in text for text in data_parallel)
         for name, text in zip(names * 3, fully_sharded, strict=True):
             assert text.startswith(f"{name} would shard") and 'gradients="mean"' in text
-        assert all("clip_grad_norm(model.parameters(), max_norm) of an OptimManager" in text for text in clipping)
+        assert all("Call OptimManager().clip_grad_norm(model.parameters(), max_norm)" in text for text in clipping)
 
 
 class Listing(nn.Linear):
@@ -260,4 +260,4 @@ def lists() -> tuple[list[str], list[type]]:
 def test_a_list_that_a_block_returns_stays_a_list_which_is_said_once() -> None:
     (said, kinds), (unsaid, others) = run_ranks(lists, 2)
     assert kinds == others == [list, list] and unsaid == []
-    assert len(said) == 1 and "BMTrain's returned a tuple" in said[0]
+    assert len(said) == 1 and "BMTrain's Block returned a tuple" in said[0]

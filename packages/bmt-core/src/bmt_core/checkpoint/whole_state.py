@@ -1,4 +1,4 @@
-"""``WholeState``: the tensors of a model or its optimizer, of which ranks hold parts; gives the parts, or whole tensors one by one."""
+"""``WholeState``: the tensors of a model or its optimizer, of which each rank holds parts; gives parts, or wholes one by one."""
 
 from __future__ import annotations
 

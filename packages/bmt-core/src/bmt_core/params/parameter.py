@@ -204,7 +204,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
             return self._shard.assemble(part)
 
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of :attr:`whole_shape`, of a tensor sharded like this parameter: see :meth:`gather_like`. Collective."""
+        """Return the whole, of :attr:`whole_shape`, of a tensor sharded like this one: see :meth:`gather_like`. Collective."""
         whole = self.gather_like(part)
         for place, _ in reversed(self._cuts()):
             whole = place.join(gather_stacked(whole, current().topology.group((place.axis,))).unbind(0))

@@ -240,7 +240,7 @@ class GradientReducer:
         return held
 
     def _output_for(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
-        """Return the tensor to reduce into, allocated for the computation's stream if it ``stays`` as ``.grad``, else the lane's."""
+        """Return the tensor to reduce into, in memory of the computation if it ``stays`` as ``.grad``, else of the lane."""
         if self._group.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():
