@@ -6,8 +6,8 @@ rows and features, and ``factor`` is (features, output features). Nothing here i
 [Note: order of the pieces] A rank begins with what needs nobody: it multiplies its own rows while those of the others
 arrive, unless they are few, and computes the rows of the others first, so that they travel while it computes its own. In step s
 it receives from rank r - s and sends to rank r + s, so that in each step every rank sends and receives as much as every other. A
-piece is the rows of one rank, or one of ``chunks`` parts of them: of fewer where the product of a rank's own rows, or that for the gradient
-of the weight, lasts longer than the rows travel.
+piece is the rows of one rank, or one of ``chunks`` parts of them: of fewer where the product of a rank's own rows, or that for
+the gradient of the weight, lasts longer than the rows travel.
 
 Memory is allocated where the computation is queued, before the lane is told to start after it: see [Note: buffer lifetime] in
 bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
