@@ -225,6 +225,13 @@ def test_fused_updates_exist() -> None:
     assert bool((p < 1).all())
 
 
+@pytest.mark.gpu
+def test_the_address_of_the_current_stream_is_that_of_torchs_object() -> None:
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            assert internals.stream_address(torch.cuda.current_device()) == stream.cuda_stream
+
+
 def sums_of_groups() -> list[float]:
     """Rank 0 makes two groups, the others one each: torch's own names, which count groups, would not meet."""
     run = bmt_core.current()

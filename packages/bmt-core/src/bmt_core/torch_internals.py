@@ -211,6 +211,12 @@ def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[
     return undo
 
 
+def stream_address(device: int) -> int:
+    """Return the address of the current stream of that CUDA device; ``torch.cuda.current_stream`` takes ten times as long."""
+    address: int = torch._C._cuda_getCurrentRawStream(device)
+    return address
+
+
 def make_process_group(
     ranks: Sequence[int], rank: int, *, backend: str, store: dist.Store, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from bmt_core.modules.layer_gradients import running_backward
-from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
+from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward, rows_of_bias
 from bmt_tp.tensor_group import tensor_ranks
 
 _library = torch.library.Library("bmt_tp", "DEF")  # type: ignore[no-untyped-call]
 _FORWARD = "(Tensor input, Tensor weight, Tensor? bias, bool option, int? chunks) -> Tensor"
 _BACKWARD = (
-    "(Tensor grad, Tensor input, Tensor weight, bool option, int? chunks, bool for_input, bool for_weight, bool for_bias)"
-    " -> (Tensor, Tensor, Tensor)"
+    "(Tensor grad, Tensor input, Tensor weight, bool option, int? chunks, bool for_input, bool for_weight)"
+    " -> (Tensor, Tensor)"
 )
 
 
@@ -49,17 +49,11 @@ class CompiledLinear(torch.autograd.Function):
         operators = torch.ops.bmt_tp
         operator = operators.column_backward if ctx.column else operators.row_backward
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        for_bias = for_bias and ctx.has_bias
-        found = operator(grads[0], input, weight, ctx.option, ctx.chunks, for_input, for_weight, for_bias)
-        of_input, of_weight, of_bias = found
-        return (
-            of_input if for_input else None,
-            of_weight if for_weight else None,
-            of_bias if for_bias else None,
-            None,
-            None,
-            None,
-        )
+        of_input, of_weight = operator(grads[0], input, weight, ctx.option, ctx.chunks, for_input, for_weight)
+        of_bias = None
+        if for_bias and ctx.has_bias:  # needs nobody, and is compiled
+            of_bias = rows_of_bias(grads[0], column=ctx.column, scattered=ctx.option).sum(0)
+        return of_input if for_input else None, of_weight if for_weight else None, of_bias, None, None, None
 
 
 def _register() -> None:
@@ -77,7 +71,10 @@ def _register() -> None:
 
 
 class _PlacedGradients:
-    """A :class:`GradientWriter` that has the gradient of ``weight`` computed where the block reduces it from, if there is one."""
+    """A :class:`GradientWriter` that has the gradient of ``weight`` computed where the block reduces it from, if there is one.
+
+    That of the bias is no part of the operators.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = weight
@@ -96,13 +93,17 @@ class _PlacedGradients:
 
 
 def _complete(backward: Any) -> Any:
-    """Return ``backward`` with an empty tensor for each gradient that is not wanted, and others in their places."""
+    """Return ``backward`` without the bias, and with an empty tensor for each gradient that is not wanted or in its place."""
 
     def complete(
         grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, option: bool, chunks: int | None, *wanted: bool
-    ) -> tuple[torch.Tensor, ...]:
-        found = backward(grad, input, weight, option, chunks, wanted, _PlacedGradients(weight))
-        return tuple([grad.new_empty(0) if value is None else value for value in found])
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        writer = _PlacedGradients(weight)
+        of_input, of_weight, _ = backward(grad, input, weight, option, chunks, (*wanted, False), writer)
+        return (
+            grad.new_empty(0) if of_input is None else of_input,
+            grad.new_empty(0) if of_weight is None else of_weight,
+        )
 
     return complete
 
@@ -125,10 +126,8 @@ def _fake_backward(
     chunks: int | None,
     for_input: bool,
     for_weight: bool,
-    for_bias: bool,
-) -> tuple[torch.Tensor, ...]:
-    shapes = (input.shape, for_input), (weight.shape, for_weight), (weight.shape[:1], for_bias)
-    return tuple([input.new_empty(shape if wanted else (0,)) for shape, wanted in shapes])
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return input.new_empty(input.shape if for_input else (0,)), input.new_empty(weight.shape if for_weight else (0,))
 
 
 _register()

@@ -92,7 +92,7 @@ def row_backward(
     if scattered:
         gathered = GatheredRows(grad, chunks)
     if for_bias:
-        of_bias = _bias_gradient(grad if scattered else _own_part(grad), writer)
+        of_bias = _bias_gradient(rows_of_bias(grad, column=False, scattered=scattered), writer)
     if for_input:
         of_input = grad.mm(weight) if gathered is None else gathered.times(weight)
     of_weight = None
@@ -104,14 +104,18 @@ def row_backward(
     return None if of_input is None else of_input.view(input.shape), of_weight, of_bias
 
 
+def rows_of_bias(grad: torch.Tensor, *, column: bool, scattered: bool) -> torch.Tensor:
+    """Return the rows of which this rank's gradient of the bias is the sum: its part of a reduced output that all ranks have."""
+    rows = _rows(grad)
+    if column or scattered:
+        return rows
+    ranks = tensor_ranks()
+    return rows.tensor_split(ranks.size)[ranks.rank]
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with one row for each vector of features."""
     return x.reshape(-1, x.shape[-1])
-
-
-def _own_part(rows: torch.Tensor) -> torch.Tensor:
-    ranks = tensor_ranks()
-    return rows.tensor_split(ranks.size)[ranks.rank]
 
 
 def _weight_gradient(

@@ -4,10 +4,10 @@ Each of the W ranks of the tensor-parallel group has an equal part of the rows, 
 rows and features, and ``factor`` is (features, output features). Nothing here is known to autograd.
 
 [Note: order of the pieces] A rank begins with what needs nobody: it multiplies its own rows while those of the others
-arrive, and computes the rows of the others first, so that they travel while it computes its own. In step s it receives from
-rank r - s and sends to rank r + s, so that in each step every rank sends and receives as much as every other. A piece is
-the rows of one rank, or one of ``chunks`` parts of them: of fewer where the product of a rank's own rows, or that for the gradient
-of the weight, lasts longer than the rows travel.
+arrive, unless they are few, and computes the rows of the others first, so that they travel while it computes its own. In step s
+it receives from rank r - s and sends to rank r + s, so that in each step every rank sends and receives as much as every other. A
+piece is the rows of one rank, or one of ``chunks`` parts of them: of fewer where the product of a rank's own rows, or that for
+the gradient of the weight, lasts longer than the rows travel.
 
 Memory is allocated where the computation is queued, before the lane is told to start after it: see [Note: buffer lifetime] in
 bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
@@ -23,8 +23,11 @@ import torch
 from bmt_tp.row_transfers import Piece, UnderWay, begin_transfer, part_of
 from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
-MIN_ROWS = 2048
-"""Rows of the smallest piece on CUDA. A product of fewer rows does not keep the device busy, and costs more than it hides."""
+MIN_ROWS = 4096
+"""Rows of the smallest piece on CUDA. A product of fewer rows does not keep the device busy, and costs more than it hides.
+
+A rank with less than half as many rows does not even multiply its own rows beside the transfer: it waits for all rows.
+"""
 
 
 class GatheredRows:
@@ -37,6 +40,7 @@ class GatheredRows:
         ranks = tensor_ranks()
         self._rank = ranks.rank
         self._own = rows.contiguous()
+        self._has_own = False  # whether the rank's own rows lie among those of all
         self._transfer = begin_transfer(ranks, self._own, (ranks.size, *rows.shape), lends=True)
         self._pieces = _pieces(ranks, rows, chunks, 2 * _min_rows(rows))
         for piece in self._pieces:
@@ -45,11 +49,16 @@ class GatheredRows:
     def wait(self) -> torch.Tensor:
         """Return the rows of all ranks, (W * rows, ...), when they are there."""
         self._transfer.wait()
-        self._transfer.of_ranks[self._rank].copy_(self._own)
+        if not self._has_own:
+            self._transfer.of_ranks[self._rank].copy_(self._own)
+            self._has_own = True
         return self._transfer.all_rows.flatten(0, 1)
 
     def times(self, factor: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``rows factor + bias`` of all ranks' rows, (W, rows, out)."""
+        """Return ``rows factor + bias`` of all ranks' rows, in their order."""
+        if len(self._own) < _min_rows(self._own) // 2:
+            rows = self.wait()
+            return rows.mm(factor) if bias is None else torch.addmm(bias, rows, factor)
         arriving = self._transfer.of_ranks
         output = self._own.new_empty((*self._transfer.all_rows.shape[:2], factor.shape[1]))
         of_ranks = output.unbind()
@@ -163,8 +172,8 @@ def _min_rows(input: torch.Tensor) -> int:
 def _parts(rows: int, chunks: int | None, least: int) -> list[slice | None]:
     """Cut ``rows`` into ``chunks`` parts of nearly equal size, but none of less than ``least``; None: as many as suit a GPU.
 
-    >>> _parts(5, 2, 1), _parts(4096, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
-    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 2048, None), slice(2048, 4096, None)], [None], [])
+    >>> _parts(5, 2, 1), _parts(8192, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
+    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 4096, None), slice(4096, 8192, None)], [None], [])
     """
     count = max(1, min(rows // max(least, MIN_ROWS) if chunks is None else chunks, rows // least))
     if count == 1:

@@ -42,6 +42,7 @@ from bmt_core.errors import CallError
 from bmt_core.ops import PeerLink
 from bmt_core.run.lanes import CudaLane
 from bmt_core.run.runtime import Runtime
+from bmt_core.torch_internals import stream_address
 from bmt_tp.shared_counters import WRAP, SharedCounters, new_counters_file
 
 logger = logging.getLogger("bmt_tp")
@@ -109,8 +110,7 @@ class PeerRows:
         self._uses[number] += 1
         self._is_in_use[number] = True
         self._begun += 1
-        computation = torch.cuda.current_stream(self._device.index).cuda_stream
-        return Inbox(view, number, self._uses[number], self._begun, computation)
+        return Inbox(view, number, self._uses[number], self._begun, stream_address(self._device.index))
 
     def send(self, inbox: Inbox, rows: torch.Tensor, to: int, first: int) -> None:
         """Copy contiguous ``rows``, which the computation has been given, to rank ``to``: this rank's rows from ``first`` on."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from bmt_core.errors import RemoteError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.modules.postponed_gradients import postponing
@@ -58,6 +60,9 @@ class BlockCall:
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
         self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
+        self._leaf_at: dict[
+            int, tuple[int, int, torch.Tensor]
+        ] = {}  # by address: the group's number, and the leaf's there
         self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # what backward has put into the modules
         self._full: dict[int, FullGradients] = {}
         self._postponed: dict[
@@ -124,6 +129,7 @@ class BlockCall:
                 group.buffer.take_kept()
         self._acquire(looks=False)
         self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
+        self._leaf_at.clear()
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
         slots.put(whole)
         self._whole = slots, whole
@@ -160,12 +166,13 @@ class BlockCall:
         """See :class:`bmt_core.modules.layer_gradients.GradientPlaces`."""
         if not self.writes_directly or self.is_computing:
             return None
-        address = weight.data_ptr()
-        for number, leaves in enumerate(self._leaves.values()):
-            for index, leaf in enumerate(leaves):
-                if leaf.data_ptr() == address and leaf.shape == weight.shape and leaf.dtype == weight.dtype:
-                    return None if number in self._postponed else self._full_gradients(number).lend(index)
-        return None
+        if not self._leaf_at:
+            for number, leaves in enumerate(self._leaves.values()):
+                self._leaf_at |= {leaf.data_ptr(): (number, index, leaf) for index, leaf in enumerate(leaves)}
+        number, index, leaf = self._leaf_at.get(weight.data_ptr(), (0, 0, None))
+        if leaf is None or leaf.shape != weight.shape or leaf.dtype != weight.dtype or number in self._postponed:
+            return None
+        return self._full_gradients(number).lend(index)
 
     def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Any:
         """Reduce the whole gradients, or postpone that; return those of the shards that autograd is to have. Collective."""
@@ -319,7 +326,8 @@ class _EndOfPass:
     def __del__(self) -> None:
         # On the CPU torch lets go at once, on the thread that called backward. On GPUs another thread may do so at any time.
         if self._call is not None and self._call.block.run.device.type == "cpu":
-            self._call.block.run.end_failed_passes()
+            with suppress(RemoteError):  # a rank that has died: the pass has failed with the error that says so
+                self._call.block.run.end_failed_passes()
 
 
 def _with_gradients_of(

@@ -34,6 +34,10 @@ class Prefetched(Protocol):
     preceding: int | None
     """The block whose forward ran before this one's."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether anything of it is ever to be gathered."""
+
     def bytes_to_gather(self, *, is_backward: bool) -> int:
         """How much memory gathering its parameters for the next forward or backward would take now."""
 
@@ -64,12 +68,14 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
+        self._has_sharded = False  # whether any block was ever to be gathered
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def add(self, block: Prefetched) -> None:
         """Let ``block``, which is kept weakly, be gathered ahead from now on."""
         self._blocks[block.number] = block
+        self._has_sharded = self._has_sharded or block.is_sharded
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that forward or backward of ``block`` begins, and start the gathers of what is expected next. Collective."""
@@ -100,6 +106,8 @@ class Prefetch:
             block.forget_gathered()
 
     def _gather_ahead(self, current: Prefetched | None) -> None:
+        if not self._has_sharded:
+            return
         ahead: list[int] = []
         spent = 0
         for block, is_backward in self._expected():
