@@ -480,6 +480,8 @@ def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
     line = ["--steps", 6, "--checkpoint-every", 3, "--optimizer", "lion", "--lr", 1e-3]
     whole = small_run(tmp_path, *line)
     (tmp_path / "checkpoints/latest").write_text("step-3\n")  # as if it had stopped after step 3, or later
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 7, "lo')  # killed while it wrote
     assert small_run(tmp_path, *line) == whole
     line[1] = 9
     longer = small_run(tmp_path, *line)

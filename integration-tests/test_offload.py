@@ -6,6 +6,7 @@ during backward and marks are those of a GPU, and copies are done at once.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -329,24 +330,34 @@ def resumed(kind: Any, dtype: torch.dtype, saved: Any, compact_master: bool | No
     return training.whole()
 
 
+@functools.cache
+def state_of_two_ranks(kind: Any, dtype: torch.dtype, compact_master: bool | None) -> Any:
+    return run_ranks(saved_state, 2, kind, dtype, compact_master)[0]
+
+
+@functools.cache
+def resumed_by_adam(world_size: int, dtype: torch.dtype, compact_master: bool | None) -> Any:
+    saved = state_of_two_ranks(AdamOptimizer, dtype, compact_master)
+    return run_ranks(resumed, world_size, AdamOptimizer, dtype, saved, compact_master)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("before", "after"), [(Offload, Offload), (AdamOptimizer, Offload), (Offload, AdamOptimizer)])
 @pytest.mark.parametrize("compact_master", [None, True])
 def test_a_gathered_state_resumes_with_either_optimizer_at_any_world_size(
     dtype: torch.dtype, before: Any, after: Any, compact_master: bool | None
 ) -> None:
-    saved = run_ranks(saved_state, 2, before, dtype, compact_master)[0]
-    expected = run_ranks(saved_state, 2, AdamOptimizer, dtype, compact_master)[0]
+    saved = state_of_two_ranks(before, dtype, compact_master)
+    expected = state_of_two_ranks(AdamOptimizer, dtype, compact_master)
     assert all(torch.equal(a, b) for a, b in zip(saved[1], expected[1], strict=True))
     for name, state in expected[0]["parameters"].items():
         for key, value in state.items():
             found = saved[0]["parameters"][name][key]
             assert torch.equal(found, value) if torch.is_tensor(value) else found == value
     for world_size in (1, 4):
-        straight = run_ranks(resumed, world_size, AdamOptimizer, dtype, expected, compact_master)
-        for values, others in zip(
-            run_ranks(resumed, world_size, after, dtype, saved, compact_master), straight, strict=True
-        ):
+        straight = resumed_by_adam(world_size, dtype, compact_master)
+        found_on_ranks = run_ranks(resumed, world_size, after, dtype, saved, compact_master)
+        for values, others in zip(found_on_ranks, straight, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(values, others, strict=True))
 
 

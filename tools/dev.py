@@ -107,6 +107,7 @@ def cpp_sources() -> list[Path]:
 def environment() -> dict[str, str]:
     """Return the environment for the tools: theirs is ``.venv``, whatever the user's shell has set up."""
     outside = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__"}
+    outside.add("PYTHONDONTWRITEBYTECODE")  # each of the tests' many processes would compile what it imports
     inherited = {name: value for name, value in os.environ.items() if name not in outside}
     path = f"{VENV / 'bin'}{os.pathsep}{inherited.get('PATH', os.defpath)}"
     # Kept between builds, which then compile what has changed; safe because all of them use the same CMake and ninja.

@@ -45,7 +45,7 @@ def build() -> None:
     settings = {
         "BMT_SANITIZE": "ON",
         "BMT_WERROR": "ON",
-        "CMAKE_CXX_FLAGS_RELEASE": "-O1 -DNDEBUG",
+        "CMAKE_CXX_FLAGS_RELEASE": "-O0 -DNDEBUG",
         "Python_EXECUTABLE": sys.executable,
         "pybind11_DIR": pybind11,
     }

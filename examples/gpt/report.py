@@ -6,7 +6,8 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,12 +42,12 @@ class Report:
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        metrics = folder / "metrics.jsonl"
+        metrics, unfinished = folder / "metrics.jsonl", folder / ".metrics.jsonl"
         if first_step > 0 and metrics.exists():
-            before = map(json.loads, metrics.read_text().splitlines())
-            self._records = [record for record in before if record["step"] <= first_step]
-        self._file = metrics.open("w")
-        self._file.writelines(json.dumps(record) + "\n" for record in self._records)
+            self._records = [record for record in _whole_records(metrics) if record["step"] <= first_step]
+        unfinished.write_text("".join(json.dumps(record) + "\n" for record in self._records))
+        unfinished.replace(metrics)
+        self._file = metrics.open("a")
         console = Console()
         if console.is_terminal:
             columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[metrics]}"))
@@ -128,3 +129,10 @@ class Report:
         figure.savefig(self._folder / ".loss.png", dpi=120)
         (self._folder / ".loss.png").replace(self._folder / "loss.png")  # whoever looks at it sees a whole picture
         self._drawn_at = time.monotonic()
+
+
+def _whole_records(metrics: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run, which may have been killed while it wrote one."""
+    for line in metrics.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)

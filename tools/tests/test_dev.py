@@ -53,8 +53,9 @@ def test_one_failing_check_fails_the_whole(capsys: pytest.CaptureFixture[str]) -
 def test_users_python_paths_do_not_reach_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     monkeypatch.setenv("PIP_USER", "1")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     environment = dev.environment()
-    assert "PYTHONPATH" not in environment and "PIP_USER" not in environment
+    assert not {"PYTHONPATH", "PIP_USER", "PYTHONDONTWRITEBYTECODE"} & environment.keys()
     assert environment["PYTHONNOUSERSITE"] == "1"
 
 

@@ -16,6 +16,7 @@ from bmt_core.cli.bench import parse_bytes
 from bmt_core.cli.environment import Finding, Machine, examine_environment
 from bmt_core.core_plugin import bmt_cli_commands
 from bmt_core.packages import Package
+from bmt_core.testing import run_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Bmt = Callable[..., Result]
@@ -421,12 +422,17 @@ def run_under_torchrun(*arguments: str, **environment: str) -> subprocess.Comple
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**clean, **environment})
 
 
-@pytest.mark.ranks(2)
-def test_bench_runs_under_torchrun_and_rank_0_prints() -> None:
-    result = run_under_torchrun("bench", "--max-bytes=8K", "--device=cpu")
-    assert result.returncode == 0, result.stderr
+def printed_by_bench() -> str:
+    result = CliRunner().invoke(main, ["bench", "--max-bytes=8K", "--device=cpu"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_bench_measures_on_all_ranks_and_rank_0_prints() -> None:
+    printed, nothing = run_ranks(printed_by_bench, 2, init=None)
     for operation in ("all_gather", "reduce_scatter", "send_recv"):
-        assert result.stdout.count(f"{operation} on 2 ranks") == 1
+        assert printed.count(f"{operation} on 2 ranks") == 1
+    assert nothing == ""
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from bmt_core.ops import KernelProvider, choose_kernels
 from bmt_core.packages import PACKAGES
 from bmt_core.plugins import PluginInfo, Registry, compare_across_ranks, hookspecs
 from bmt_core.plugins.comparison import RankPlugins, describe_differences
+from bmt_core.plugins.discovery import installed_entry_points
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.settings import MeshAxis, RunSettings
@@ -46,6 +48,10 @@ def load_only(*plugins: str) -> Registry:
     """Load the named plugins, whatever else the environment of the test has installed."""
     installed = {entry.name for entry in entry_points(group="bmt")}
     return Registry.load(disabled=installed - set(plugins))
+
+
+def installed_names() -> set[str]:
+    return {entry.name for entry in installed_entry_points()}
 
 
 def registry_of(*plugins: object) -> Registry:
@@ -81,6 +87,20 @@ def test_installed_plugin_is_found_with_its_distribution_and_hooks(install: Inst
     assert registry.describe() == [PluginInfo("some-lion", "some-lion", "2.5", ("bmt_optimizers",))]
     assert registry.find("optimizer", "lion") is registry.optimizers["lion"]
     assert registry.names_of("some-lion") == {"optimizer": ["lion"]}
+
+
+def test_a_plugin_that_is_installed_or_removed_while_the_process_runs_counts_at_the_next_start(
+    install: Install, tmp_path: Path
+) -> None:
+    install("bmt-sgd", OPTIMIZER)
+    assert "bmt-later" not in installed_names()
+    metadata = tmp_path / "bmt-sgd" / "bmt_later-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bmt-later\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[bmt]\nbmt-later = bmt_later\n")
+    assert {"bmt-later", "bmt-sgd"} <= installed_names()
+    shutil.rmtree(metadata)
+    assert "bmt-later" not in installed_names()
 
 
 def test_plugins_are_loaded_described_and_told_in_the_order_of_their_names(install: Install) -> None:

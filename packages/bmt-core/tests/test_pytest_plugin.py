@@ -65,7 +65,7 @@ def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(tm
     (tmp_path / "elsewhere").mkdir()
     plugin = ["-p", "bmt_core.testing.pytest_plugin", "--strict-markers", "--import-mode=importlib", "-rs"]
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, "-n", "2", str(directory)],
+        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, "-n", "1", str(directory)],
         cwd=tmp_path / "elsewhere",
         env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         capture_output=True,

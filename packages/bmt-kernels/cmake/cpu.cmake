@@ -19,8 +19,8 @@ if(OpenMP_CXX_FOUND)
   target_link_libraries(_cpu PRIVATE OpenMP::OpenMP_CXX)
 endif()
 # No contraction: where a product and a sum are rounded once, the source says so.
-# Under the sanitizers little is optimised: what they look for is in the source, and optimising what they add takes long.
-set(bmt_kernel_flags $<IF:$<BOOL:${BMT_SANITIZE}>,-O1,-O3> -ffp-contract=off -fno-math-errno -fno-trapping-math)
+# Under the sanitizers nothing is optimised: what they look for is in the source, and optimising what they add takes long.
+set(bmt_kernel_flags $<IF:$<BOOL:${BMT_SANITIZE}>,-O0,-O3> -ffp-contract=off -fno-math-errno -fno-trapping-math)
 target_compile_options(_cpu PRIVATE -Wall -Wextra -Wshadow $<$<BOOL:${BMT_WERROR}>:-Werror>)
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
@@ -49,7 +49,7 @@ if(bmt_without_cuda)
 endif()
 
 if(BMT_SANITIZE)
-  set(bmt_sanitizers -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1)
+  set(bmt_sanitizers -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1 -O0)
   target_compile_options(_cpu PRIVATE ${bmt_sanitizers})
   target_link_options(_cpu PRIVATE -fsanitize=address,undefined)
 endif()

@@ -125,30 +125,55 @@ CASES: list[Case] = [
 ]
 
 
-def loop(case: Case, layers: list[nn.Module], part: Callable[[torch.Tensor], torch.Tensor]) -> list[dict[str, Any]]:
-    model = nn.ModuleList(layers)
+def loop(case: Case, model: nn.ModuleList, part: Callable[[torch.Tensor], torch.Tensor]) -> list[dict[str, Any]]:
+    """Train, and return gradients and values of all parameters after each step: on Blocks this rank's parts of them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     history = []
     for step in range(4):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        case(layers, part(data(step)), step).backward()
-        grads = {name: full_gradient(p) for name, p in model.named_parameters()}
+        case(list(model), part(data(step)), step).backward()
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
-        history.append({"grad": grads, "state": {k: v.clone() for k, v in model.state_dict().items()}})
+        history.append({"grad": grads, "value": {name: p.detach().clone() for name, p in model.named_parameters()}})
     return history
 
 
-def sharded_cases(levels: tuple[int, ...], use_checkpoint: bool) -> dict[str, list[dict[str, Any]]]:
+def compare_all_graphs(levels: tuple[int, ...], use_checkpoint: bool) -> dict[str, list[dict[str, bool]]]:
+    """Compare every case with plain torch; return which gradients there are after each step."""
+
     def part(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(runtime.world_size())[runtime.rank()]
 
-    results = {}
+    def close(found: torch.Tensor, wanted: torch.Tensor, *where: object) -> None:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=lambda text: f"{where}: {text}")
+
+    presence = {}
     for case in CASES:
-        layers = build()
-        for layer, level in zip(layers, levels, strict=True):
+        plain, model = nn.ModuleList(build()), nn.ModuleList(build())
+        wanted = loop(case, plain, lambda x: x)
+        for layer, level in zip(model, levels, strict=True):
             Block(layer, use_checkpoint=use_checkpoint, zero_level=level)
-        results[case.__name__] = loop(case, layers, part)
-    return results
+        found = loop(case, model, part)
+        for name, value in model.state_dict().items():
+            close(value, plain.state_dict()[name], case.__name__, name)
+        for step in range(4):
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DistributedParameter)
+                close(
+                    found[step]["value"][name],
+                    parameter.local_part(wanted[step]["value"][name]),
+                    case.__name__,
+                    name,
+                    step,
+                )
+                # A gradient that nobody has is None or zero, on every rank alike.
+                grad, whole = found[step]["grad"][name], wanted[step]["grad"][name]
+                if grad is not None or whole is not None:
+                    zero = torch.zeros(parameter.full_shape)
+                    local = parameter.local_part(zero if whole is None else whole)
+                    close(torch.zeros_like(local) if grad is None else grad, local, case.__name__, name, step)
+        presence[case.__name__] = [{name: grad is None for name, grad in done["grad"].items()} for done in found]
+    return presence
 
 
 # Four ranks for the mixture of levels, which has blocks of each; the random trainings draw the others.
@@ -158,33 +183,9 @@ def sharded_cases(levels: tuple[int, ...], use_checkpoint: bool) -> dict[str, li
     ids=str,
 )
 def test_every_graph_trains_like_plain_torch(world_size: int, levels: tuple[int, ...], use_checkpoint: bool) -> None:
-    ranks = run_ranks(sharded_cases, world_size, levels, use_checkpoint, timeout=120)
-    for case in CASES:
-        expected = loop(case, build(), lambda x: x)
-        for results in ranks:
-            for step, (got, want) in enumerate(zip(results[case.__name__], expected, strict=True)):
-                for name, value in want["state"].items():
-                    torch.testing.assert_close(
-                        got["state"][name],
-                        value,
-                        rtol=1e-4,
-                        atol=1e-5,
-                        msg=lambda m, c=case, n=name, s=step: f"{c.__name__} {n} step {s}: {m}",
-                    )
-                for name, value in want["grad"].items():
-                    # A gradient that nobody has is None or zero, on every rank alike.
-                    value = torch.zeros(()) if value is None else value
-                    grad = got["grad"][name]
-                    grad = torch.zeros_like(value) if grad is None else grad
-                    torch.testing.assert_close(
-                        grad,
-                        value.expand_as(grad),
-                        rtol=1e-4,
-                        atol=1e-5,
-                        msg=lambda m, c=case, n=name, s=step: f"{c.__name__} {n} step {s}: {m}",
-                    )
-        presence = [[{n: g is None for n, g in s["grad"].items()} for s in r[case.__name__]] for r in ranks]
-        assert all(p == presence[0] for p in presence), case.__name__
+    ranks = run_ranks(compare_all_graphs, world_size, levels, use_checkpoint, timeout=120)
+    assert len(ranks[0]) == len(CASES)
+    assert all(presence == ranks[0] for presence in ranks)
 
 
 def retained_graph(level: int) -> dict[str, torch.Tensor]:

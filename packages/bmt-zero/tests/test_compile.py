@@ -68,7 +68,7 @@ def test_on_gpus_compiled_blocks_train_like_plain_torch(recomputes: bool) -> Non
 def counted(recomputes: bool) -> list[list[int]]:
     """For each level, how many graphs there are after steps, calls without gradients, and steps with other lengths."""
     found = []
-    with from_new("aot_eager") as kind:
+    with from_new("eager") as kind:
         for level in range(4):
             training = Training(CompiledGpt(gpt(10, kind=kind), level, recomputes), sgd)
             calls: list[Callable[[], Any]] = [partial(training.step, number) for number in range(3)]
@@ -90,7 +90,7 @@ def test_ten_blocks_of_any_level_are_compiled_once(recomputes: bool) -> None:
 
 def graphs_of_kinds(kinds: int, recomputes: bool) -> int:
     """How many graphs there are after a step of a block of each of as many classes."""
-    with from_new("aot_eager", limit=2):
+    with from_new("eager", limit=2):
         for number in range(kinds):
             kind = type(f"Layer{number}", (Layer,), {})
             Block(kind(WIDTH), recomputes, compile=True)(torch.ones(2, 8, WIDTH)).sum().backward()

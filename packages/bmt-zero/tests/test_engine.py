@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import full_gradient
 
-from bmt_core import DistributedModule
+from bmt_core import DistributedModule, RemoteError
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
@@ -253,6 +255,28 @@ def after_a_failure() -> Any:
 
 def test_a_failed_backward_leaves_nothing_behind() -> None:
     assert run_ranks(after_a_failure, 2) == [[2.0, 2.0]] * 2
+
+
+def errors_beside_that_of_a_failed_pass() -> list[str]:
+    """What Python prints as "Exception ignored in" when a pass fails and what it waits for fails, too: a rank has died."""
+    block, ignored = Block(Failing()), list[str]()
+    run = block._bmt_block.block.run
+
+    def wait_for_a_dead_rank() -> None:
+        raise RemoteError("Rank 1 has died.")
+
+    output = block(torch.ones(1, 2)).sum()
+    with (
+        patch.object(sys, "unraisablehook", lambda found: ignored.append(str(found.exc_value))),
+        patch.object(run, "end_failed_passes", wait_for_a_dead_rank),
+        pytest.raises(ValueError, match="on purpose"),
+    ):
+        output.backward()
+    return ignored
+
+
+def test_a_pass_that_fails_with_a_dead_rank_has_one_error() -> None:
+    assert run_ranks(errors_beside_that_of_a_failed_pass, 1) == [[]]
 
 
 @pytest.mark.gpu

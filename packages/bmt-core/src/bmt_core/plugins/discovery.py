@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
@@ -18,11 +20,25 @@ def installed_entry_points() -> list[EntryPoint]:
 
     ``importlib.metadata`` yields file-system order, which differs between machines, and all ranks need the same order.
     """
+    return list(_entry_points_in(tuple((directory, _changed(directory)) for directory in sys.path)))
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points_in(path: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
+    """Read the metadata of all that is installed, once as long as no directory in ``path`` changes: it takes milliseconds."""
     found = list(entry_points(group=GROUP))
     if all(entry.name != CORE_PLUGIN for entry in found):
         # Without metadata, as in a source tree on PYTHONPATH or a frozen program, the core has its plugin all the same.
         found.append(EntryPoint(CORE_PLUGIN, "bmt_core.core_plugin", GROUP))
     return sorted(found, key=lambda entry: (entry.name, distribution_of(entry)))
+
+
+def _changed(directory: str) -> int:
+    """When a file was last added to ``directory`` or removed from it, in ns; 0 where there is none."""
+    try:
+        return os.stat(directory or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 def choose(entries: Iterable[EntryPoint], disabled: Iterable[str]) -> tuple[list[EntryPoint], list[PluginError]]:

@@ -151,7 +151,8 @@ class Registry:
     def _load(self, entry: EntryPoint) -> None:
         info = PluginInfo(entry.name)
         if entry.dist is not None:
-            info = replace(info, distribution=entry.dist.name, version=entry.dist.version)
+            metadata = entry.dist.metadata  # parsed each time that it is asked for
+            info = replace(info, distribution=metadata["Name"], version=metadata["Version"])
         try:
             plugin = entry.load()
         except Exception as error:

@@ -122,7 +122,7 @@ class GradientReducer:
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, the flat whole gradients, plus those held back, into :attr:`sum`. Collective."""
         full = self._with_held_back(full)
-        reduced = self._output_for(full, stays=self.sum.is_first and self._output_dtype(full) == self._group.dtype)
+        reduced = self._output_for(full, stays=self._output_dtype(full) == self._group.dtype and self.sum.is_first)
         division = self._division(full, reduced)
         then = self.sum.take(reduced, needed, division.after)
         if self._ranks.size == 1 and then is None and division.before == 1:

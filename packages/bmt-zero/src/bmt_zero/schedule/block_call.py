@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from bmt_core.errors import RemoteError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.modules.postponed_gradients import postponing
@@ -327,7 +329,8 @@ class _EndOfPass:
     def __del__(self) -> None:
         # On the CPU torch frees it at once, on the thread that called backward. On GPUs another thread may do so at any time.
         if self._call is not None and self._call.block.run.device.type == "cpu":
-            self._call.block.run.end_failed_passes()
+            with suppress(RemoteError):  # a rank that has died: the pass has failed with the error that says so
+                self._call.block.run.end_failed_passes()
 
 
 def _with_gradients_of(

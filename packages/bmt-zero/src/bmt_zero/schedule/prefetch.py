@@ -33,6 +33,10 @@ class Prefetched(Protocol):
     preceding: int | None
     """The block whose forward ran before this one's."""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether anything of it is ever to be gathered."""
+
     def bytes_to_gather(self, *, is_backward: bool) -> int:
         """How many bytes of memory a gather for the next forward or backward would allocate now."""
 
@@ -63,12 +67,14 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
+        self._has_sharded = False  # whether any block was ever to be gathered
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def add(self, block: Prefetched) -> None:
         """Register ``block``, by a weak reference, to be gathered ahead."""
         self._blocks[block.number] = block
+        self._has_sharded = self._has_sharded or block.is_sharded
 
     def begins(self, block: Prefetched, *, is_backward: bool) -> None:
         """Note that forward or backward of ``block`` begins, and start the gathers for the expected next events. Collective."""
@@ -99,6 +105,8 @@ class Prefetch:
             block.forget_gathered()
 
     def _gather_ahead(self, current: Prefetched | None) -> None:
+        if not self._has_sharded:
+            return
         ahead: list[int] = []
         spent = 0
         for block, is_backward in self._expected():

@@ -59,6 +59,11 @@ class ShardedBlock:
         """The parameters that this block shards, in the order of its groups."""
         return [parameter for group in self.groups for parameter in group.group.parameters]
 
+    @property
+    def is_sharded(self) -> bool:
+        """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        return any(not group.group.is_replicated for group in self.groups)
+
     def set_level(self, level: int) -> None:
         """Change the level between steps."""
         if level != self.level and 0 in (level, self.level):
@@ -158,7 +163,6 @@ class ShardedBlock:
 
     def _take_over(self, block: nn.Module) -> None:
         self._changes_seen = self.run.module_changes.count
-        self.run.prefetch.add(self)
         slots = list(_slots_of(block))
         wanted = list({id(slot.parameter): slot.parameter for slot in slots}.values())
         wanted_ids = {id(parameter) for parameter in wanted}
@@ -173,6 +177,7 @@ class ShardedBlock:
         own = {id(parameter) for group in kept for parameter in group.group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
         self.groups = kept + self._lay_out(new, slots)
+        self.run.prefetch.add(self)
         for name, parameter in block.named_parameters():
             if isinstance(parameter, DistributedParameter) and not parameter.label.endswith(name):
                 parameter.label = name
