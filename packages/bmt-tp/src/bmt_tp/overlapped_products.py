@@ -5,10 +5,11 @@ Each of the W ranks of the tensor-parallel group has an equal part of the rows, 
 them in forward and in backward.
 
 [Note: order of the pieces] Where rows are gathered, a rank first multiplies its own rows, while the rows of the others arrive
-(unless its rows are few). Where the output is scattered, a rank computes the other ranks' rows first, so that these travel while it computes its own. In step
-s rank r receives from rank r - s and sends to rank r + s, so in each step every rank sends and receives the same amount. A piece
-is all rows of one rank, or one of up to ``chunks`` parts of them. There are fewer parts where rows arrive early enough anyway,
-because the product computed meanwhile (of a rank's own rows, or for the weight gradient) takes longer than the transfer.
+(unless its rows are few). Where the output is scattered, a rank computes the other ranks' rows first, so that these travel
+while it computes its own. In step s rank r receives from rank r - s and sends to rank r + s, so in each step every rank sends
+and receives the same amount. A piece is all rows of one rank, or one of up to ``chunks`` parts of them. There are fewer parts
+where rows arrive early enough anyway, because the product computed meanwhile (of a rank's own rows, or for the weight gradient)
+takes longer than the transfer.
 
 Memory is allocated on the computation's stream, before the lane is told to start after that stream: see [Note: buffer lifetime]
 in bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
@@ -85,7 +86,7 @@ def summed_product(
     """Start ``input factor`` of (W * rows, in), and reduce-scatter it: each rank gets its rows (rows, out), plus ``bias``.
 
     Return a function that waits for the other ranks' terms and adds them in float32, rounding once. ``waits_at_once`` says that the
-    caller computes nothing before it calls this function; only then rows are sent in ``chunks``. Collective. Volume: each rank
+    caller computes nothing before it calls that function; only then rows are sent in ``chunks``. Collective. Volume: each rank
     sends (W - 1) * rows.
     """
     ranks = tensor_ranks()
