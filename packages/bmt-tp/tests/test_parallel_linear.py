@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from bmt_tp import (
     OpParallelLinear,
     ReduceType,
     RowParallelLinear,
-    overlapped_products,
     parallel_linear,
 )
 from bmt_tp.tensor_group import tensor_group
@@ -109,17 +107,6 @@ def every_row_option() -> None:
 @pytest.mark.parametrize("battery", [every_column_option, every_row_option])
 def test_output_and_gradients_equal_the_dense_product(battery, tp_size: int) -> None:  # type: ignore[no-untyped-def]
     run_ranks(battery, tp_size, init={"tp_size": tp_size}, timeout=120)
-
-
-def in_one_product() -> None:
-    """What GPUs do with few rows: nothing is cut."""
-    with patch.object(overlapped_products, "_min_rows", lambda rows: 1000):
-        every_column_option()
-        every_row_option()
-
-
-def test_few_rows_are_not_cut() -> None:
-    run_ranks(in_one_product, 2, init={"tp_size": 2}, timeout=120)
 
 
 def odd_rows() -> None:

@@ -4,9 +4,9 @@ Each of the W ranks of the tensor-parallel group has an equal part of the rows, 
 (rows, features), and ``factor`` is (features, output features). Autograd does not record these functions: linear_products.py calls
 them in forward and in backward.
 
-[Note: order of the pieces] Where rows are gathered, a rank first multiplies its own rows, while the rows of the others arrive
-(unless its rows are few). Where the output is scattered, a rank computes the other ranks' rows first, so that these travel
-while it computes its own. In step s rank r receives from rank r - s and sends to rank r + s, so in each step every rank sends
+[Note: order of the pieces] Where rows are gathered, a rank first multiplies its own rows, while the rows of the others
+arrive. Where the output is scattered, a rank computes the other ranks' rows first, so that these travel while it computes its
+own. In step s rank r receives from rank r - s and sends to rank r + s, so in each step every rank sends
 and receives the same amount. A piece is all rows of one rank, or one of up to ``chunks`` parts of them. There are fewer parts
 where rows arrive early enough anyway, because the product computed meanwhile (of a rank's own rows, or for the weight gradient)
 takes longer than the transfer.
@@ -26,10 +26,7 @@ from bmt_tp.row_transfers import Piece, UnderWay, begin_transfer, part_of
 from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 MIN_ROWS = 4096
-"""Rows of the smallest piece on CUDA. A product of fewer rows leaves the device idle for longer than the overlap saves.
-
-A rank with less than half as many rows waits for all rows, and multiplies them in one product.
-"""
+"""Rows of the smallest piece on CUDA. A product of fewer rows leaves the device idle for longer than the overlap saves."""
 
 
 class GatheredRows:
@@ -42,7 +39,6 @@ class GatheredRows:
         ranks = tensor_ranks()
         self._rank = ranks.rank
         self._own = rows.contiguous()
-        self._has_own = False  # whether the rank's own rows lie among those of all
         self._transfer = begin_transfer(ranks, self._own, (ranks.size, *rows.shape), lends=True)
         self._pieces = _pieces(ranks, rows, chunks, 2 * _min_rows(rows))
         for piece in self._pieces:
@@ -51,16 +47,11 @@ class GatheredRows:
     def wait(self) -> torch.Tensor:
         """Wait for the remaining rows and return the rows of all ranks, (W * rows, ...)."""
         self._transfer.wait()
-        if not self._has_own:
-            self._transfer.of_ranks[self._rank].copy_(self._own)
-            self._has_own = True
+        self._transfer.of_ranks[self._rank].copy_(self._own)
         return self._transfer.all_rows.flatten(0, 1)
 
     def times(self, factor: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``rows factor + bias`` of all ranks' rows, in their order."""
-        if len(self._own) < _min_rows(self._own) // 2:
-            rows = self.wait()
-            return rows.mm(factor) if bias is None else torch.addmm(bias, rows, factor)
+        """Return ``rows factor + bias`` of all ranks' rows, (W, rows, out)."""
         arriving = self._transfer.of_ranks
         output = self._own.new_empty((*self._transfer.all_rows.shape[:2], factor.shape[1]))
         of_ranks = output.unbind()
