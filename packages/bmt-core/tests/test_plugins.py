@@ -3,10 +3,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import shutil
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import ClassVar
@@ -14,17 +12,12 @@ from typing import ClassVar
 import click
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.distributed import HashStore, Store
 
 from bmt_core.comm import CommBackend, CommContext, Group, TorchBackend
 from bmt_core.errors import ConfigError, PluginError
 from bmt_core.ops import KernelProvider, choose_kernels
 from bmt_core.packages import PACKAGES
-from bmt_core.plugins import PluginInfo, Registry, compare_across_ranks, hookspecs
-from bmt_core.plugins.comparison import RankPlugins, describe_differences
-from bmt_core.plugins.discovery import installed_entry_points
+from bmt_core.plugins import PluginInfo, Registry, hookspecs
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.settings import MeshAxis, RunSettings
@@ -48,10 +41,6 @@ def load_only(*plugins: str) -> Registry:
     """Load the named plugins, whatever else the environment of the test has installed."""
     installed = {entry.name for entry in entry_points(group="bmt")}
     return Registry.load(disabled=installed - set(plugins))
-
-
-def installed_names() -> set[str]:
-    return {entry.name for entry in installed_entry_points()}
 
 
 def registry_of(*plugins: object) -> Registry:
@@ -87,20 +76,6 @@ def test_installed_plugin_is_found_with_its_distribution_and_hooks(install: Inst
     assert registry.describe() == [PluginInfo("some-lion", "some-lion", "2.5", ("bmt_optimizers",))]
     assert registry.find("optimizer", "lion") is registry.optimizers["lion"]
     assert registry.names_of("some-lion") == {"optimizer": ["lion"]}
-
-
-def test_a_plugin_that_is_installed_or_removed_while_the_process_runs_counts_at_the_next_start(
-    install: Install, tmp_path: Path
-) -> None:
-    install("bmt-sgd", OPTIMIZER)
-    assert "bmt-later" not in installed_names()
-    metadata = tmp_path / "bmt-sgd" / "bmt_later-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bmt-later\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[bmt]\nbmt-later = bmt_later\n")
-    assert {"bmt-later", "bmt-sgd"} <= installed_names()
-    shutil.rmtree(metadata)
-    assert "bmt-later" not in installed_names()
 
 
 def test_plugins_are_loaded_described_and_told_in_the_order_of_their_names(install: Install) -> None:
@@ -538,99 +513,3 @@ def _signature(hook: str) -> str:
 
 
 # --- comparison between ranks ---
-
-
-def compare(registries: list[Registry | None], timeout: float = 10.0) -> list[str]:
-    """Compare as ranks that share a store; None is a rank that never comes. Return each rank's error, "" without one."""
-    store: Store = HashStore()
-
-    def one_rank(rank: int) -> str:
-        registry = registries[rank]
-        if registry is None:
-            return "absent"
-        try:
-            compare_across_ranks(registry, store=store, rank=rank, world_size=len(registries), timeout=timeout)
-        except PluginError as error:
-            return str(error)
-        return ""
-
-    with ThreadPoolExecutor(len(registries)) as executor:
-        return list(executor.map(one_rank, range(len(registries))))
-
-
-def test_equal_plugins_pass_on_every_rank() -> None:
-    assert compare([registry_of(OffersSgd()) for _ in range(4)]) == [""] * 4
-
-
-def test_missing_plugin_is_the_same_error_on_every_rank() -> None:
-    errors = compare([registry_of(OffersSgd())] * 3 + [registry_of()])
-    assert len(set(errors)) == 1
-    assert errors[0].startswith("Rank 3 has other plugins than rank 0: plugin-0 is missing.")
-
-
-def test_rank_that_never_comes_is_named_within_the_timeout() -> None:
-    errors = compare([registry_of(), registry_of(), None, None], timeout=0.5)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith("Ranks 2-3 have not reported plugins within 0.5 s")
-
-
-def test_rank_0_that_never_comes_does_not_hang_the_others() -> None:
-    errors = compare([None, registry_of()], timeout=0.3)
-    assert errors[1].startswith("Rank 0 reported no plugins within 0.3 s")
-
-
-LION = PluginInfo("lion", "bmt-lion", "1.0", ("bmt_optimizers",))
-
-
-@pytest.mark.parametrize(
-    ("rank_0", "rank_1", "difference"),
-    [
-        (RankPlugins(()), RankPlugins((LION,)), "lion is extra."),
-        (RankPlugins((), ("lion",)), RankPlugins((LION,)), "lion is extra (rank 0 turned it off)."),
-        (RankPlugins((LION,)), RankPlugins((), ("lion",)), "lion is missing (turned off by BMT_DISABLE_PLUGINS)."),
-        (
-            RankPlugins((LION,)),
-            RankPlugins((PluginInfo("lion", "bmt-lion", "1.1", LION.hooks),)),
-            "lion is version 1.1 instead of version 1.0.",
-        ),
-        (
-            RankPlugins((LION,)),
-            RankPlugins((PluginInfo("lion", "lion-fork", "1.0", LION.hooks),)),
-            "lion is lion-fork 1.0 instead of bmt-lion 1.0.",
-        ),
-        (
-            RankPlugins((LION,)),
-            RankPlugins((PluginInfo("lion", "bmt-lion", "1.0", ("bmt_cli_commands",)),)),
-            "lion is implementing bmt_cli_commands instead of implementing bmt_optimizers.",
-        ),
-    ],
-)
-def test_difference_says_what_is_other(rank_0: RankPlugins, rank_1: RankPlugins, difference: str) -> None:
-    message = describe_differences([rank_0, rank_1]).splitlines()[0]
-    assert message == f"Rank 1 has other plugins than rank 0: {difference}"
-
-
-names = st.sampled_from(["ape", "bee", "cat"])
-infos = st.builds(PluginInfo, names, names, st.sampled_from(["1", "2"]), st.tuples(st.sampled_from(HOOKS)))
-rank_plugins = st.builds(
-    RankPlugins,
-    plugins=st.lists(infos, max_size=3, unique_by=lambda info: info.name).map(tuple),
-    disabled=st.lists(names, max_size=2).map(tuple),
-)
-
-
-@given(st.lists(rank_plugins, min_size=1, max_size=6))
-def test_exactly_the_ranks_that_differ_from_rank_0_are_named(reports: list[RankPlugins]) -> None:
-    named: set[int] = set()
-    for line in describe_differences(reports).splitlines():
-        if head := re.match(r"Ranks? ([\d, -]+) ha", line):
-            for span in head[1].split(", "):
-                first, _, last = span.partition("-")
-                named.update(range(int(first), int(last or first) + 1))
-    expected = [set(report.plugins) for report in reports]
-    assert named == {rank for rank, plugins in enumerate(expected) if plugins != expected[0]}
-
-
-@given(rank_plugins)
-def test_report_survives_the_store(report: RankPlugins) -> None:
-    assert RankPlugins.from_json(report.to_json()) == report

@@ -66,9 +66,7 @@ class GradientReducer:
         self._awaited: set[object] = set()  # one object for each call whose gradients are postponed
         self._needed: Sequence[bool] = []  # which gradients the last pass held back or postponed
         self._witness: GradientWitness | None = None  # tells whether .grad was changed since that pass
-        self._is_adding = (
-            False  # layers add to the held-back sum in place; if the pass fails meanwhile, the sum is dropped
-        )
+        self._is_adding = False  # layers add to the held-back sum in place: if the pass fails meanwhile, it is dropped
         self._placeholders: list[torch.nn.Parameter] = []  # their .grad is a zero that stands for held-back gradients
 
     @property

@@ -60,9 +60,8 @@ class BlockCall:
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
         self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
-        self._leaf_at: dict[
-            int, tuple[int, int, torch.Tensor]
-        ] = {}  # by address: the group's number, and the leaf's there
+        # By the address of a leaf: the number of its group, its number in that group, and the leaf.
+        self._leaf_at: dict[int, tuple[int, int, torch.Tensor]] = {}
         self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # what backward has put into the modules
         self._full: dict[int, FullGradients] = {}
         self._postponed: dict[

@@ -58,9 +58,7 @@ class OutsideParameters:
         groups = [g for g, own in members.items() if len(own) == len(g.parameters) and not g.data.is_memory_replaced]
         divided = [group for group in members if group not in groups]
         groups += self._formed([*alone, *(p for group in divided for p in members[group])])
-        for (
-            group
-        ) in divided:  # the remaining parameters get memory without gaps; the group is dropped until they are read
+        for group in divided:  # its remaining parameters get memory without gaps, and no group until they are read
             self._formed([p for p in group.parameters if owner_of(p) is group])
         return groups
 
