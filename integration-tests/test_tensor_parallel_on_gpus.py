@@ -93,6 +93,22 @@ def test_rows_travel_by_copies_between_devices_also_when_they_grow() -> None:
         assert is_right
 
 
+def evaluated_and_trained() -> bool:
+    """Whether a layer trains whose first exchange of rows was that of an evaluation."""
+    layer = bmt.nn.ColumnParallelLinear(16, 8, gather_input=True)
+    bmt.init_parameters(layer)
+    rows = torch.ones(4, 16, device=current().device)
+    with torch.inference_mode():
+        expected = layer(rows)
+    found = layer(rows.requires_grad_())
+    found.sum().backward()
+    return torch.equal(found, expected) and rows.grad is not None
+
+
+def test_training_after_an_evaluation_that_was_the_first_to_exchange_rows() -> None:
+    assert all(run_ranks(evaluated_and_trained, 2, init={"tp_size": 2, **CUDA}))
+
+
 def test_without_the_compiled_kernels_rows_travel_by_collectives() -> None:
     env = {"BMT_KERNELS": "reference"}
     for taken, is_right in run_ranks(transfers_taken, 2, [(4, 16)], init={"tp_size": 2, **CUDA}, env=env):

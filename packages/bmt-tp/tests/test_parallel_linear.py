@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +20,10 @@ from bmt_tp import (
     OpParallelLinear,
     ReduceType,
     RowParallelLinear,
+    overlapped_products,
     parallel_linear,
 )
+from bmt_tp.overlapped_products import FEW_ROWS
 from bmt_tp.tensor_group import tensor_group
 
 IN, OUT = 8, 12
@@ -48,19 +53,29 @@ def same(found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
+@contextmanager
+def in_pieces(chunks: int) -> Iterator[int]:
+    """Yield the number of pieces per rank. One piece is of few rows, which are multiplied at once; 0 is one piece of many rows."""
+    with patch.object(overlapped_products, "FEW_ROWS", FEW_ROWS if chunks else 0):
+        overlapped_products._pieces_of.cache_clear()
+        yield max(chunks, 1)
+    overlapped_products._pieces_of.cache_clear()
+
+
 def every_column_option() -> None:
     for (name, shape, dtype), bias, gather_input, gather_output, chunks in itertools.product(
-        KINDS, (True, False), (True, False), (True, False), (1, 2)
+        KINDS, (True, False), (True, False), (True, False), (0, 1, 2)
     ):
         what = f"{name} bias={bias} gather_input={gather_input} gather_output={gather_output} {chunks} {dtype}"
         (input, weight, of_bias, output), grad = dense(shape, bias, dtype)
         own_input = (own_rows(input.detach()) if gather_input else input.detach()).to(dtype).requires_grad_()
         own_weight = own_rows(weight.detach()).to(dtype).requires_grad_()
         own_bias = own_rows(of_bias.detach()).to(dtype).requires_grad_() if bias else None
-        found = OpParallelLinear.apply(
-            own_input, own_weight, own_bias, gather_input, gather_output, False, None, chunks
-        )
-        found.backward(grad if gather_output else own_columns(grad))
+        with in_pieces(chunks) as pieces:
+            found = OpParallelLinear.apply(
+                own_input, own_weight, own_bias, gather_input, gather_output, False, None, pieces
+            )
+            found.backward(grad if gather_output else own_columns(grad))
         same(found, output if gather_output else own_columns(output), dtype, what)
         assert input.grad is not None and weight.grad is not None
         same(own_input.grad, own_rows(input.grad) if gather_input else input.grad, dtype, what)
@@ -72,7 +87,7 @@ def every_column_option() -> None:
 
 def every_row_option() -> None:
     for (name, shape, dtype), bias, gather_input, split_input, reduce_type, chunks in itertools.product(
-        KINDS, (True, False), (True, False), (True, False), ReduceType, (1, None)
+        KINDS, (True, False), (True, False), (True, False), ReduceType, (0, 1, 2)
     ):
         if gather_input and not split_input:
             continue
@@ -83,16 +98,17 @@ def every_row_option() -> None:
         own_input = (own_rows(given) if has_rows else given).to(dtype).requires_grad_()
         own_weight = own_columns(weight.detach()).to(dtype).requires_grad_()
         own_bias = of_bias.detach().to(dtype).requires_grad_() if bias else None
-        found = parallel_linear(
-            own_input,
-            own_weight,
-            own_bias,
-            gather_input=gather_input,
-            split_input=split_input,
-            reduce_output_type=reduce_type,
-            chunks=chunks,
-        )
-        found.backward(own_rows(grad) if scattered else grad)
+        with in_pieces(chunks) as pieces:
+            found = parallel_linear(
+                own_input,
+                own_weight,
+                own_bias,
+                gather_input=gather_input,
+                split_input=split_input,
+                reduce_output_type=reduce_type,
+                chunks=pieces,
+            )
+            found.backward(own_rows(grad) if scattered else grad)
         same(found, own_rows(output) if scattered else output, dtype, what)
         assert input.grad is not None and weight.grad is not None
         of_input = input.grad if split_input else own_columns(input.grad)

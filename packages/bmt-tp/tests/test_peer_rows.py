@@ -51,13 +51,14 @@ def test_processes_see_the_same_counters_which_wrap(path: Path) -> None:
 def test_every_counter_has_a_place_of_its_own(path: Path, size: int) -> None:
     made = counters(path, size)
     ranks = range(size)
-    device = [made.full(a, b) for a in ranks for b in ranks] + [made.free(a, i) for a in ranks for i in range(INBOXES)]
+    device = [made.free(a, i) for a in ranks for i in range(INBOXES)]
+    device += [made.full(a, b, i) for a in ranks for b in ranks for i in range(INBOXES)]
     host = [made.shared.address(made.left(rank)) for rank in ranks] + [made.shared.address(made.failed)]
     assert len({*device, *host}) == len(device) + len(host) == made.count(size)
     assert made.free(1, 2) == made.shared.address(made.free_index(1, 2))
 
 
-def watch(made: peer_rows._Counters, expected: list[int], calls: Any = None) -> peer_rows._Watch:
+def watch(made: peer_rows._Counters, expected: list[list[int]], calls: Any = None) -> peer_rows._Watch:
     """Return the watch of rank 0 of two, whose thread has ended: the test calls what it does."""
     settings = SimpleNamespace(timeout=TIMEOUT)
     runtime = cast(Runtime, SimpleNamespace(calls=calls, settings=settings))
@@ -68,35 +69,35 @@ def watch(made: peer_rows._Counters, expected: list[int], calls: Any = None) -> 
 
 
 def test_transfers_fail_when_nothing_moves_for_the_timeout_or_the_other_rank_has_left(path: Path) -> None:
-    made, expected = counters(path), [0, 0]
+    made, expected = counters(path), [[0, 0] for _ in range(INBOXES)]
     found = watch(made, expected)
     assert not found._is_missing()
-    expected[1] = 1
+    expected[2][1] = 1
     assert found._is_missing()
     assert found._reason(TIMEOUT - 1) == ""
     assert "Rank 4 has waited 60 s for rows of the tensor-parallel ranks (4, 5)." in found._reason(TIMEOUT + 1)
     made.shared[made.left(1)] = 1
     assert found._reason(1) == ""
     assert "Rank 5 has ended its run" in found._reason(TIMEOUT - 1)
-    made.shared[made.full_index(0, 1)] = 1
+    made.shared[made.full_index(0, 1, 2)] = 1
     assert not found._is_missing()
     assert found._has_moved()
     assert not found._has_moved()
-    made.shared[made.full_index(0, 1)] = 2  # the other rank is ahead
+    made.shared[made.full_index(0, 1, 2)] = 2  # the other rank is ahead
     assert not found._is_missing()
-    expected[1], made.shared[made.full_index(0, 1)] = WRAP + 2, WRAP  # the counter begins again at 0
+    expected[2][1], made.shared[made.full_index(0, 1, 2)] = WRAP + 2, WRAP  # the counter begins again at 0
     assert found._is_missing()
 
 
 def test_a_rank_that_leaves_waits_as_long_as_something_moves(path: Path) -> None:
-    found = watch(counters(path), [0, 1])
+    found = watch(counters(path), [[0, 1]])
     found.expect_little()
     assert found._reason(1) == ""
     assert "Rank 4 has ended its run" in found._reason(TIMEOUT - 1)
 
 
 def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(path: Path) -> None:
-    one, other = watch(counters(path), [0, 1]), watch(counters(path), [0, 1])
+    one, other = watch(counters(path), [[0, 1]]), watch(counters(path), [[0, 1]])
     shared = counters(path).shared
     shared[4] = 7
     assert one._has_moved()
@@ -116,4 +117,4 @@ def test_a_failure_lifts_all_counters_and_is_raised_on_every_rank(path: Path) ->
 
 def test_transfers_fail_with_the_calls_of_the_run(path: Path) -> None:
     calls = SimpleNamespace(watch=SimpleNamespace(failure="Rank 5 is elsewhere."))
-    assert watch(counters(path), [0, 1], calls)._reason(0) == "Rank 5 is elsewhere."
+    assert watch(counters(path), [[0, 1]], calls)._reason(0) == "Rank 5 is elsewhere."

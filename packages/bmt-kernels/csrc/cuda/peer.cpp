@@ -106,6 +106,9 @@ void PeerLink::write(std::uintptr_t flag, std::uint32_t value, std::uintptr_t af
 }
 
 void PeerLink::order(std::uintptr_t after, std::uintptr_t stream) const {
+    if (after == stream) {
+        return;
+    }
     check(cudaEventRecord(event_, stream_at(after)), "cudaEventRecord");
     check(cudaStreamWaitEvent(stream_at(stream), event_, 0), "cudaStreamWaitEvent");
 }

@@ -91,7 +91,7 @@ def row_backward(
     grad, rows = _rows(grad), _rows(input)
     of_input = of_bias = gathered = None
     if scattered:
-        gathered = GatheredRows(grad, chunks)
+        gathered = GatheredRows(grad, chunks, needs_all=for_input and for_weight)
     if for_bias:
         of_bias = _bias_gradient(rows_of_bias(grad, column=False, scattered=scattered), writer)
     if for_input:

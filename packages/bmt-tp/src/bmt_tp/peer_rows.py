@@ -8,9 +8,13 @@ All ranks make the same transfers in the same order, and each transfer uses the 
 the copies. They are in host memory that all ranks share. Streams write them and wait for them, and a thread of each rank watches
 them:
 
-- ``full(receiver, sender)``: how many pieces the sender has copied into the receiver's inboxes;
+- ``full(receiver, sender, i)``: how many pieces the sender has copied into the receiver's i-th inbox;
 - ``free(receiver, i)``: how many transfers have ended in the receiver's i-th inbox. The copies of its n-th transfer wait until the
   counter is n - 1.
+
+Transfers copy in different streams, but all pieces of one transfer are copied in one stream, and those of the next one in the same
+inbox wait for its end. So ``full`` is written in order. So is ``free``: a transfer ends after it has received pieces, which are
+sent only when the transfer before it in that inbox has ended.
 
 A transfer goes through the lane instead if the next inbox is still used by a transfer that has not ended, and while a CUDA graph is
 captured, because a replay would write the same counter values again.
@@ -66,6 +70,8 @@ class Inbox(NamedTuple):
     """The number of the transfer in the run, from 1."""
     computation: int
     """The address of the stream that computes what is sent and reads what arrives."""
+    copies: int
+    """The address of the stream that copies: the lane's, or the computation's."""
 
 
 class PeerRows:
@@ -82,11 +88,14 @@ class PeerRows:
         self._too_much = WRAP**2  # the size in bytes at which making inboxes last failed
         self._is_closed = False
         ranks = range(group.size)
-        self._sent = [0] * group.size
-        self._received = [0] * group.size
-        self._full_of_others = [counters.full(rank, group.rank) for rank in ranks]
-        self._full = [counters.full(group.rank, rank) for rank in ranks]
-        self._free = [[counters.free(rank, number) for number in range(INBOXES)] for rank in ranks]
+        # By inbox and rank: the number of pieces so far, and the addresses of the counters.
+        self._sent = [[0] * group.size for _ in range(INBOXES)]
+        self._received = [[0] * group.size for _ in range(INBOXES)]
+        self._full_of_others = [
+            [counters.full(rank, group.rank, number) for rank in ranks] for number in range(INBOXES)
+        ]
+        self._full = [[counters.full(group.rank, rank, number) for rank in ranks] for number in range(INBOXES)]
+        self._free = [[counters.free(rank, number) for rank in ranks] for number in range(INBOXES)]
         self._uses = [0] * INBOXES
         self._is_in_use = [False] * INBOXES
         self._next = 0
@@ -96,9 +105,10 @@ class PeerRows:
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], View] = {}
         self._watch = _Watch(runtime, counters, group, self._received)
 
-    def inbox(self, shape: tuple[int, int, int], dtype: torch.dtype) -> Inbox | None:
+    def inbox(self, shape: tuple[int, int, int], dtype: torch.dtype, *, beside: bool) -> Inbox | None:
         """Return the next inbox, for (W, rows, features); None if this transfer must go through the lane. Collective.
 
+        With ``beside`` copies are queued in the lane, otherwise on the computation's stream.
         Waits for the other ranks only if the inboxes must grow. Raises :class:`CallError` if transfers have failed.
         """
         self._watch.raise_failure()
@@ -112,31 +122,36 @@ class PeerRows:
         self._uses[number] += 1
         self._is_in_use[number] = True
         self._begun += 1
-        return Inbox(view, number, self._uses[number], self._begun, stream_address(self._device.index))
+        computation = stream_address(self._device.index)
+        copies = self._lane_stream if beside else computation
+        return Inbox(view, number, self._uses[number], self._begun, computation, copies)
 
     def send(self, inbox: Inbox, rows: torch.Tensor, to: int, first: int) -> None:
         """Copy contiguous ``rows`` to rank ``to``, as this rank's rows from ``first`` on. Their computation is queued."""
-        self._sent[to] += 1
+        number = inbox.number
+        sent = self._sent[number]
+        sent[to] += 1
         self._link.copy(
             rows.data_ptr(),
             rows.nbytes,
             inbox.view.targets[to] + first * inbox.view.row_bytes,
-            self._free[to][inbox.number],
+            self._free[number][to],
             (inbox.use - 1) & WRAP,
-            self._full_of_others[to],
-            self._sent[to] & WRAP,
+            self._full_of_others[number][to],
+            sent[to] & WRAP,
             inbox.computation,
-            self._lane_stream,
+            inbox.copies,
         )
 
-    def next_from(self, source: int) -> int:
-        """Return the number of the next piece that rank ``source`` sends."""
-        self._received[source] += 1
-        return self._received[source]
+    def next_from(self, source: int, inbox: Inbox) -> int:
+        """Return the number of the next piece that rank ``source`` sends into ``inbox``."""
+        received = self._received[inbox.number]
+        received[source] += 1
+        return received[source]
 
-    def wait(self, source: int, piece: int, computation: int) -> None:
-        """Let the stream ``computation`` wait for the piece of this number from ``source``."""
-        self._link.wait(self._full[source], piece & WRAP, computation)
+    def wait(self, source: int, piece: int, inbox: Inbox) -> None:
+        """Let the computation wait for the piece of this number from ``source`` in ``inbox``."""
+        self._link.wait(self._full[inbox.number][source], piece & WRAP, inbox.computation)
 
     def end(self, inbox: Inbox, sent: Sequence[torch.Tensor], *, waits: bool) -> None:
         """Give the inbox back to the other ranks, after all work that is queued on the computation's stream.
@@ -146,9 +161,9 @@ class PeerRows:
         """
         if self._is_closed:
             return
-        streams = inbox.computation, self._lane_stream
+        streams = inbox.computation, inbox.copies
         after, stream = reversed(streams) if waits else streams
-        self._link.write(self._free[self._group.rank][inbox.number], inbox.use & WRAP, after, stream)
+        self._link.write(self._free[inbox.number][self._group.rank], inbox.use & WRAP, after, stream)
         self._is_in_use[inbox.number] = False
         if sent:
             while self._kept and self._kept[0][0] < inbox.position:
@@ -171,8 +186,12 @@ class PeerRows:
 
     def _new_view(self, number: int, shape: tuple[int, int, int], dtype: torch.dtype) -> View | None:
         length = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        if (self._memory is None or length > self._memory.length) and not self._has_grown(length):
-            return None
+        with torch.inference_mode(False):  # a training may use what an evaluation makes
+            if (self._memory is None or length > self._memory.length) and not self._has_grown(length):
+                return None
+            return self._viewed(number, shape, dtype, length)
+
+    def _viewed(self, number: int, shape: tuple[int, int, int], dtype: torch.dtype, length: int) -> View:
         assert self._memory is not None
         start = number * self._memory.length
         all_rows = self._memory.bytes[start : start + length].view(dtype).view(shape)
@@ -181,7 +200,9 @@ class PeerRows:
         row_bytes = shape[2] * dtype.itemsize
         offset = start + self._group.rank * shape[1] * row_bytes
         targets = [first + offset for first in self._memory.starts]
-        view = self._views[number, shape, dtype] = View(all_rows, all_rows.unbind(), targets, row_bytes)
+        view = self._views[number, shape, dtype] = View(
+            all_rows, all_rows.flatten(0, 1), all_rows.unbind(), targets, row_bytes
+        )
         return view
 
     def _has_grown(self, length: int) -> bool:
@@ -203,9 +224,13 @@ class PeerRows:
 
 
 class View(NamedTuple):
-    """An inbox as rows of ``row_bytes`` bytes. ``targets[r]`` is the address at which rank r's inbox takes this rank's rows."""
+    """An inbox as rows of ``row_bytes`` bytes: the tensors of :class:`bmt_tp.row_transfers.RowTransfer`.
+
+    ``targets[r]`` is the address at which rank r's inbox takes this rank's rows.
+    """
 
     all_rows: torch.Tensor
+    joined_rows: torch.Tensor
     of_ranks: tuple[torch.Tensor, ...]
     targets: list[int]
     row_bytes: int
@@ -241,7 +266,7 @@ class _Counters:
     @staticmethod
     def count(size: int) -> int:
         """Return the number of counters of a group of ``size`` ranks."""
-        return 1 + size * (1 + size + INBOXES)
+        return 1 + size * (1 + INBOXES + size * INBOXES)
 
     def left(self, rank: int) -> int:
         """Return the index of the counter that is not 0 once this rank has left."""
@@ -249,15 +274,15 @@ class _Counters:
 
     def free_index(self, receiver: int, number: int) -> int:
         """Return the index of ``free``."""
-        return 1 + self._size * (1 + self._size) + receiver * INBOXES + number
+        return 1 + self._size + receiver * INBOXES + number
 
-    def full_index(self, receiver: int, sender: int) -> int:
+    def full_index(self, receiver: int, sender: int, number: int) -> int:
         """Return the index of ``full``."""
-        return 1 + self._size * (1 + receiver) + sender
+        return 1 + self._size * (1 + INBOXES) + (receiver * self._size + sender) * INBOXES + number
 
-    def full(self, receiver: int, sender: int) -> int:
+    def full(self, receiver: int, sender: int, number: int) -> int:
         """Return the device address of ``full``."""
-        return self.shared.address(self.full_index(receiver, sender))
+        return self.shared.address(self.full_index(receiver, sender, number))
 
     def free(self, receiver: int, number: int) -> int:
         """Return the device address of ``free``."""
@@ -265,9 +290,12 @@ class _Counters:
 
 
 class _Watch:
-    """The thread of [Note: when a rank fails]. ``expected``: how many pieces this rank has expected so far from each rank."""
+    """The thread of [Note: when a rank fails].
 
-    def __init__(self, runtime: Runtime, counters: _Counters, group: Group, expected: list[int]) -> None:
+    ``expected``: how many pieces this rank has expected so far, by the number of the inbox and by rank.
+    """
+
+    def __init__(self, runtime: Runtime, counters: _Counters, group: Group, expected: list[list[int]]) -> None:
         self._calls = runtime.calls
         self._timeout = runtime.settings.timeout
         self._counters = counters
@@ -316,9 +344,12 @@ class _Watch:
     def _is_missing(self) -> bool:
         """Whether a piece that this rank expects has not arrived. A sender may also be ahead, with more pieces than expected."""
         rank, shared = self._group.rank, self._counters.shared
-        arrived = [shared[self._counters.full_index(rank, source)] for source in range(self._group.size)]
-        missing = [(expected - count) & WRAP for expected, count in zip(self._expected, arrived, strict=True)]
-        return any(0 < number < _LIFT for number in missing)
+        missing = [
+            (expected - shared[self._counters.full_index(rank, source, number)]) & WRAP
+            for number, of_ranks in enumerate(self._expected)
+            for source, expected in enumerate(of_ranks)
+        ]
+        return any(0 < pieces < _LIFT for pieces in missing)
 
     def _reason(self, still: float) -> str:
         """Return why the transfers have failed, or an empty text; no counter has changed for ``still`` seconds."""

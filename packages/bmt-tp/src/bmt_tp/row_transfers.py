@@ -36,8 +36,10 @@ class RowTransfer(ABC):
 
     all_rows: torch.Tensor
     """The memory (W, rows, features) in which the other ranks' rows arrive. The caller writes this rank's rows."""
+    joined_rows: torch.Tensor
+    """``all_rows`` as one matrix (W * rows, features)."""
     of_ranks: tuple[torch.Tensor, ...]
-    """``all_rows`` as W tensors (rows, features)."""
+    """``all_rows`` as W matrices (rows, features)."""
 
     @abstractmethod
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
@@ -91,6 +93,7 @@ class LaneTransfer(RowTransfer):
     def __init__(self, ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int]) -> None:
         self._ranks = ranks
         self.all_rows = like.new_empty(shape)
+        self.joined_rows = self.all_rows.flatten(0, 1)
         self.of_ranks = self.all_rows.unbind()
         self._under_way = UnderWay()
 
@@ -119,19 +122,19 @@ class PeerTransfer(RowTransfer):
         self._inbox: Inbox | None = inbox
         self._expected: deque[tuple[int, int]] = deque()
         self._kept: list[torch.Tensor] = []
-        self.all_rows, self.of_ranks = inbox.view.all_rows, inbox.view.of_ranks
+        self.all_rows, self.joined_rows, self.of_ranks, *_ = inbox.view
 
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
         assert self._inbox is not None
         to, source, part = piece
         self._peers.send(self._inbox, rows, to, 0 if part is None else part.start)
-        self._expected.append((source, self._peers.next_from(source)))
+        self._expected.append((source, self._peers.next_from(source, self._inbox)))
         self._kept.append(rows)
 
     def wait_for_next(self) -> None:
         assert self._inbox is not None
         source, piece = self._expected.popleft()
-        self._peers.wait(source, piece, self._inbox.computation)
+        self._peers.wait(source, piece, self._inbox)
 
     def wait(self) -> None:
         while self._expected:
@@ -148,14 +151,15 @@ class PeerTransfer(RowTransfer):
 
 
 def begin_transfer(
-    ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int], *, lends: bool = False
+    ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int], *, lends: bool = False, beside: bool = True
 ) -> RowTransfer:
     """Return a transfer of ``shape`` (W, rows, features), in the dtype and on the device of ``like``. Collective.
 
-    ``lends``: see [Note: memory of a transfer].
+    ``lends``: see [Note: memory of a transfer]. Without ``beside`` the caller computes nothing until the rows have arrived. Copies
+    between devices are then queued on the computation's stream, which takes the host less time than the lane.
     """
     peers = _peers(ranks) if like.is_cuda else None
-    inbox = None if peers is None else peers.inbox(shape, like.dtype)
+    inbox = None if peers is None else peers.inbox(shape, like.dtype, beside=beside)
     return (
         LaneTransfer(ranks, like, shape) if peers is None or inbox is None else PeerTransfer(peers, inbox, lends=lends)
     )
