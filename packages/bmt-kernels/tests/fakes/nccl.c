@@ -42,14 +42,15 @@ int ncclGetVersion(int* version) { *version = FAKE_VERSION; return 0; }
 #ifndef FAKE_WITHOUT_UNIQUE_ID
 int ncclGetUniqueId(Id* id) {
     static int made = 0;
-    const int seed = getpid() * 31 + made++;
-    for (int i = 0; i < 128; ++i) id->bytes[i] = (char)(i ^ seed);
+    const int own[2] = {getpid(), made++};  // no other process makes the same
+    for (int i = 0; i < 128; ++i) id->bytes[i] = (char)i;
+    memcpy(id->bytes, own, sizeof own);
     return 0;
 }
 #endif
 int ncclCommInitRankConfig(Comm** comm, int size, Id id, int rank, Config* config) {
-    for (int i = 1; i < 128; ++i)
-        if ((char)(id.bytes[i] ^ id.bytes[0]) != (char)i) return 4;
+    for (int i = 2 * sizeof(int); i < 128; ++i)
+        if (id.bytes[i] != (char)i) return 4;  // not one of ours
     if (config->size != sizeof(Config) || config->magic != 0xcafebeef || config->blocking != 1) return 4;
     *comm = malloc(sizeof(Comm));
     **comm = (Comm){size, rank, 0, 0};
