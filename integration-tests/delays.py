@@ -15,7 +15,7 @@ from torch import nn
 
 from bmt_core.comm import Work
 from bmt_core.run import lanes
-from bmt_tp.peer_rows import PeerRows
+from bmt_tp.peer_rows import Inbox, PeerRows
 
 Where = Literal["before collectives", "after collectives", "in the computation", "in other streams"]
 PLACES: tuple[Where, ...] = ("before collectives", "after collectives", "in the computation", "in other streams")
@@ -83,15 +83,16 @@ def delayed(where: Where) -> Iterator[Callable[[nn.Module], None]]:
 
         return run(lane, slow_start, then)
 
-    def slow_send(peers: PeerRows, *arguments: Any) -> None:
+    def slow_send(peers: PeerRows, inbox: Inbox, *arguments: Any) -> None:
         stream = torch.cuda.current_stream()
-        torch.cuda.set_stream(peers.lane.stream)
+        copies = stream if inbox.copies == inbox.computation else peers.lane.stream
+        torch.cuda.set_stream(copies)
         overwrite_freed_memory()
         if where == "before collectives":
             torch.cuda._sleep(LONG)
         torch.cuda.set_stream(stream)
-        send(peers, *arguments)
-        torch.cuda.set_stream(peers.lane.stream)
+        send(peers, inbox, *arguments)
+        torch.cuda.set_stream(copies)
         if where == "after collectives":
             torch.cuda._sleep(LONG)
         torch.cuda.set_stream(stream)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from random_models import Model, Recomputed
 
+from bmt_zero.gradients.reductions_in_flight import TOGETHER
+
 STEPS = 4
 
 
@@ -76,6 +78,7 @@ class Plan:
     clips: bool
     may_reenter: bool
     prefetch_bytes: int | None
+    together: int  # bytes of small reductions that are made together
     hooked: tuple[int, ...]  # numbers of the parameters that somebody watches
     steps: tuple[StepPlan, ...] = field(repr=True)
 
@@ -151,6 +154,7 @@ def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: Pipe
         # torch's reentrant checkpoint gives no gradients if its input needs none, which a frozen beginning makes so.
         may_reenter=not asks and pipeline is None,
         prefetch_bytes=r.choice([None, None, 0, 10**9]),
+        together=random.Random(f"together {seed}").choice([1024, 4096, TOGETHER]),
         hooked=(),
         steps=(),
     )

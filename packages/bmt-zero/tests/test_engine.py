@@ -16,7 +16,8 @@ from zero_models import full_gradient
 from bmt_core import DistributedModule, RemoteError
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
-from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
+from bmt_zero import Block, TransformerBlockList
+from bmt_zero.gradients import reductions_in_flight
 
 BLOCKS = 6
 
@@ -223,6 +224,35 @@ def test_what_autograd_adds_to_shards_meanwhile_is_kept() -> None:
     assert run_ranks(penalised, 2) == [[[9.0], [9.0]]] * 2  # 3 x (2 ranks + the penalty)
 
 
+class Scaled(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(128, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def used_in_this_order(names: str, dtype: torch.dtype, together: int) -> list[list[float]]:
+    """The gradients of blocks that are used several times, over two passes; ``together`` bytes are all-reduced at once."""
+    blocks = {name: Block(Scaled(dtype), zero_level=0, use_checkpoint=False) for name in sorted(set(names))}
+    with patch.object(reductions_in_flight, "TOGETHER", together):
+        for _ in range(2):
+            x = torch.ones(1, 128, dtype=dtype)
+            for name in names:
+                x = blocks[name](x)
+            x.sum().backward()
+    return [full_gradient(block.weight).unique().tolist() for block in blocks.values()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("blocks", [0, 2, 3])
+def test_small_reductions_of_blocks_used_twice_are_added_in_their_order(blocks: int, dtype: torch.dtype) -> None:
+    order = "BAYBXA"
+    expected = [[float(order.count(name) * 2 * 2)] for name in sorted(set(order))]
+    assert run_ranks(used_in_this_order, 2, order, dtype, blocks * 512) == [expected] * 2
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -240,21 +270,21 @@ def _raise(grad: torch.Tensor) -> None:
     raise ValueError("on purpose")
 
 
-def after_a_failure() -> Any:
-    model = BMTrainModelWrapper(nn.Sequential(nn.ModuleList([Failing(), Failing()])))
-    first, second = model[0]
+def after_a_failure(level: int) -> Any:
+    first, second = model = [Block(Failing(), zero_level=level) for _ in range(2)]
     second.fails = False
     with pytest.raises(ValueError, match="on purpose"):
         second(first(torch.ones(1, 2))).sum().backward()
     first.fails = False
-    for parameter in model.parameters():
-        parameter.grad = None
+    for block in model:
+        block.zero_grad()
     second(first(torch.ones(1, 2))).sum().backward()
     return full_gradient(second.linear.bias).tolist()  # type: ignore[union-attr]
 
 
-def test_a_failed_backward_leaves_nothing_behind() -> None:
-    assert run_ranks(after_a_failure, 2) == [[2.0, 2.0]] * 2
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_failed_backward_leaves_nothing_behind(level: int) -> None:
+    assert run_ranks(after_a_failure, 2, level) == [[2.0, 2.0]] * 2
 
 
 def errors_beside_that_of_a_failed_pass() -> list[str]:

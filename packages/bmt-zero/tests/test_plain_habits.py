@@ -139,6 +139,12 @@ class Writes(nn.Module):
         return x * self.weight
 
 
+class WritesWithGradients(Writes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.mul_(0.5)
+        return x * self.weight
+
+
 class OwnWrites(DistributedModule):
     def __init__(self) -> None:
         super().__init__()
@@ -195,6 +201,18 @@ def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
         wanted = [text for text in texts_of_forward if "wrote to" in text]
         # The buffer of a group of one rank is what the rank keeps, and the write takes effect.
         assert len(wanted) == (3 if ranks == 2 else 1), texts_of_forward
+
+
+def writes_with_gradients() -> None:
+    for level in (0, 1, 3):
+        block = Block(WritesWithGradients(), use_checkpoint=False, zero_level=level)
+        with pytest.raises(RuntimeError, match="is a view"):
+            block(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torch_refuses_writes_that_autograd_would_record(ranks: int) -> None:
+    run_ranks(writes_with_gradients, ranks)
 
 
 def fully_shard_list(module: nn.Module) -> Any:

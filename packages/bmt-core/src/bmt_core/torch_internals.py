@@ -44,7 +44,13 @@ def accumulates(leaf: torch.Tensor) -> bool:
     """Whether the backward pass under way will add to ``leaf.grad``, as opposed to ``torch.autograd.grad``, which returns it."""
     if not leaf.requires_grad:  # frozen since forward: autograd passes it over
         return False
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return accumulates_at(torch.autograd.graph.get_gradient_edge(leaf).node)
+
+
+def accumulates_at(node: torch.autograd.graph.Node | None) -> bool:
+    """:func:`accumulates` for the leaf of ``node``, its ``AccumulateGrad``; False without a node."""
+    if node is None:
+        return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # how torch says that the leaf's gradient is captured and not accumulated

@@ -13,7 +13,6 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import Scheduled, make_block
 from bmt_core.modules.layer_list import LayerList
-from bmt_core.modules.outermost_call import module_call
 from bmt_core.params.own_parameters import own_axes
 from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.run.runtime import current
@@ -175,7 +174,7 @@ class PipelineTransformerBlockList(LayerList):
             for chunk, layers in enumerate(self.layers_of_chunks())
         ]
         batch = WholeBatch(arguments, shape, group)
-        with module_call(self), self.layouts(key) as layouts:
+        with self.layouts(key) as layouts:
             made = PipelinedCall(schedule, parts, batch, self.transfers(schedule), layouts).run(torch.is_grad_enabled())
         return self._own_results(made, schedule, shape.rows)
 

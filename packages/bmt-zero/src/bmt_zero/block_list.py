@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from bmt_core.modules.layer_list import LayerList
+from bmt_core.params.uninitialized import check_values_at_first_call
 from bmt_zero.block import Block
 
 
@@ -32,3 +33,4 @@ class TransformerBlockList(LayerList):
         sharded = [block._bmt_block.block for block in self.layers() if isinstance(block, Block)]
         for block, following in itertools.pairwise(sharded):
             block.following = following.number
+        check_values_at_first_call(self)

@@ -8,6 +8,9 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from bmt_core.modules.outermost_call import module_call
+from bmt_core.params.uninitialized import require_values
+
 States = list[tuple[Any, ...]]
 """The hidden states that each layer was called with."""
 
@@ -15,7 +18,8 @@ States = list[tuple[Any, ...]]
 class LayerList(nn.Module):
     """Layers in a row. The first ``num_hidden`` outputs of a layer are the first arguments of the next.
 
-    All other arguments are passed to every layer unchanged.
+    All other arguments are passed to every layer unchanged. Calling the list counts as one outermost call: see
+    :mod:`bmt_core.modules.outermost_call`.
     """
 
     def __init__(self, num_hidden: int) -> None:
@@ -23,6 +27,11 @@ class LayerList(nn.Module):
         if num_hidden < 1:
             raise ValueError(f"num_hidden must be at least 1, not {num_hidden}.")
         self.num_hidden = num_hidden
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        require_values(self)
+        with module_call(self):
+            return super().__call__(*args, **kwargs)
 
     def __len__(self) -> int:
         return len(self._modules)

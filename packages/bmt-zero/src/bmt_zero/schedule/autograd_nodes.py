@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bmt_core.modules.first_derivatives import first_derivatives_only
+from bmt_core.torch_internals import accumulates_at
 from bmt_zero.schedule.block_call import BlockCall
 
 
@@ -36,7 +37,8 @@ class Enter(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:])
+        of_leaf, _ = ctx.next_functions[0]
+        return None, None, *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:], accumulates_at(of_leaf))
 
 
 class Leave(torch.autograd.Function):

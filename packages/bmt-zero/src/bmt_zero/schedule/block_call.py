@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -176,11 +175,15 @@ class BlockCall:
             return None
         return self._full_gradients(number).lend(index)
 
-    def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> Any:
-        """Reduce the whole gradients, or postpone this. Return the gradients of the shards for autograd. Collective."""
-        assert self.leaf is not None
+    def end_backward(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], is_ordinary: bool
+    ) -> Sequence[torch.Tensor | None]:
+        """Reduce the whole gradients, or postpone this. Return the gradients of the shards for autograd. Collective.
+
+        ``is_ordinary``: the pass accumulates into all leaves, see [Note: the two nodes] in autograd_nodes.py.
+        """
         try:
-            return self._reduce(grads, needed, is_ordinary=accumulates(self.leaf))
+            return self._reduce(grads, needed, is_ordinary=is_ordinary)
         finally:
             self._end_backward()
 

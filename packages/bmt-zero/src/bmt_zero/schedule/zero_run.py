@@ -70,6 +70,7 @@ class ZeroRun:
             for call in list(self.calls_in_pass):
                 call.end()
             self.calls_in_pass.clear()
+            self.in_flight.drop_waiting()
             while self.calls_at_rest:
                 _, groups = self.calls_at_rest.popitem()
                 for group in groups:
