@@ -1,15 +1,16 @@
 """``tp-block``: milliseconds of one tensor-parallel block, forward and backward, under bmt and torch's DTensor.
 
 Start it with torchrun. All ranks are one tensor-parallel group. "local" is what one rank computes, with nothing communicated.
-Every block that communicates is compared with the whole one, see :func:`disagreement`.
+Every block that communicates is compared with the whole one, see :func:`disagreement`. The variants run in turns, several rounds,
+because other work of the host slows some seconds down.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,13 +47,17 @@ MAX_ROUNDINGS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One variant at one number of tokens, on the slowest rank. Memory is that of all blocks of the chain, in GiB."""
+    """One variant at one number of tokens, on the slowest rank. Memory is that of all blocks of the chain, in GiB.
+
+    ``ms_per_block`` is the median of the rounds, each of which is the median of its loops; ``rounds`` are these medians.
+    """
 
     variant: str
     tokens: int
     status: str
     reason: str = ""
     ms_per_block: float | None = None
+    rounds: Sequence[float] = ()
     peak_allocated: float | None = None
     fused_products: int | None = None
     disagreement: str | None = None
@@ -68,19 +73,25 @@ def main(arguments: Sequence[str]) -> int:
         prepare(device)
         run = describe_run(arguments, device)
         rows: list[Figures] = []
-        for variant in options.variants.split(","):
-            for tokens in (int(text) for text in options.tokens.split(",")):
-                started = time.perf_counter()
-                rows.append(_measure_or_fail(variant, tokens, options, device))
-                free_memory(device, compiled=True)
+        for tokens in (int(text) for text in options.tokens.split(",")):
+            cases = []
+            for variant in options.variants.split(","):
+                cases.append(_Case(variant, tokens, options, device))
+                cases[-1].attempt(cases[-1].make)
+            for _ in range(options.rounds):
+                for case in cases:
+                    case.attempt(case.run)
+            for case in cases:
+                case.attempt(case.end)
+                rows.append(case.figures())
                 if bmt.rank() == 0:
                     append(options.output, {**run, "size": options.size, "blocks": options.blocks, **asdict(rows[-1])})
-                    took = time.perf_counter() - started
                     print(
-                        f"{variant}, {tokens} tokens: {_cell(rows[-1])} {rows[-1].reason} (took {took:.1f} s)",
-                        flush=True,
+                        f"{case.variant}, {tokens} tokens: {_cell(rows[-1])} {_rounds_or_reason(rows[-1])}", flush=True
                     )
                 stop_if_stuck(device, rows[-1].status, lambda: format_table(rows, options.blocks))
+            cases.clear()
+            free_memory(device, compiled=True)
         if bmt.rank() == 0:
             print(f"\n{format_table(rows, options.blocks)}", flush=True)
     finally:
@@ -171,54 +182,99 @@ def _all_rows(rows: torch.Tensor) -> torch.Tensor:
     return bmt.distributed.all_gather(rows, bmt.config.tp_comm).flatten(0, 1)
 
 
-def _measure_or_fail(variant: str, tokens: int, options: argparse.Namespace, device: torch.device) -> Figures:
-    if variant.endswith("async") and device.type != "cuda":
-        return Figures(variant=variant, tokens=tokens, status="skipped", reason="needs GPUs")
-    try:
-        return _measure(variant, tokens, options, device)
-    except CaseFailed as failure:
-        return Figures(variant=variant, tokens=tokens, status=failure.status, reason=failure.reason)
+class _Case:
+    """One variant at one number of tokens. After a failure, :meth:`attempt` does nothing any more."""
 
+    def __init__(self, variant: str, tokens: int, options: argparse.Namespace, device: torch.device) -> None:
+        self.variant = variant
+        self._tokens = tokens
+        self._options = options
+        self._device = device
+        self._status, self._reason = OK, ""
+        self._agreement: str | None = None
+        self._peak: float | None = None
+        self._fused: int | None = None
+        self._step: Callable[[], None] | None = None
+        self._medians: list[float] = []
 
-def _measure(variant: str, tokens: int, options: argparse.Namespace, device: torch.device) -> Figures:
-    kind, mode = variant.split(" ")
-    size, dtype = SIZES[options.size], DTYPES[options.dtype]
+    def attempt(self, part: Callable[[], None]) -> None:
+        """Call ``part``, and note its failure. Collective."""
+        if self._status != OK:
+            return
+        if self.variant.endswith("async") and self._device.type != "cuda":
+            self._status, self._reason = "skipped", "needs GPUs"
+            return
+        try:
+            part()
+        except CaseFailed as failure:
+            self._status, self._reason, self._step = failure.status, failure.reason, None
 
-    def make(count: int) -> Blocks:
-        return KINDS[kind](size, dtype, device, count, mode=mode)
+    def make(self) -> None:
+        """Make the blocks, compare one with the whole block at the least number of tokens, and warm up."""
+        options, device = self._options, self._device
+        if KINDS[self._kind].communicates and self._tokens == min(int(text) for text in options.tokens.split(",")):
+            size, dtype = SIZES[options.size], DTYPES[options.dtype]
+            self._agreement = together(
+                lambda: _agreement(self._blocks(1), Reference(size, dtype, device, self._tokens))
+            )
+        free_memory(device, compiled=False)
+        before = peak_gib(device)
+        self._step = self._step_of(together(lambda: self._blocks(options.blocks)))
+        repeat(self._step, options.warmup, device)
+        peak = peak_gib(device)
+        if before is not None and peak is not None:  # without what the blocks of other variants hold
+            self._peak = largest([peak[0] - before[0]])[0]
 
-    agreement = None
-    if KINDS[kind].communicates and tokens == min(int(text) for text in options.tokens.split(",")):
-        agreement = together(lambda: _agreement(make(1), Reference(size, dtype, device, tokens)))
-    blocks = together(lambda: make(options.blocks))
-    rows, gradient = (own_rows(whole).clone() for whole in whole_rows(size, dtype, device, tokens))
+    def run(self) -> None:
+        """Run one round."""
+        assert self._step is not None
+        seconds = largest(repeat(self._step, self._options.loops, self._device))
+        self._medians.append(statistics.median(seconds) * 1000 / self._options.blocks)
 
-    def step() -> None:
-        blocks.run(rows, gradient)
-        blocks.clear()
+    def end(self) -> None:
+        """Count fused products, and write a trace of one block if asked for."""
+        assert self._step is not None
+        if self.variant.endswith("async"):
+            self._fused = together(functools.partial(_fused_products, self._step))
+        self._step = None
+        if self._options.trace is not None:
+            step = self._step_of(together(lambda: self._blocks(1)))
+            repeat(step, self._options.warmup, self._device)
+            path = self._options.trace / f"{self.variant.replace(' ', '-')}-{self._tokens}.json.gz"
+            together(lambda: write_trace(step, path))
+            together(lambda: synchronize(self._device))
 
-    repeat(step, options.warmup, device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds = largest(repeat(step, options.loops, device))
-    peak = peak_gib(device)
-    figures = Figures(
-        variant=variant,
-        tokens=tokens,
-        status=OK,
-        ms_per_block=statistics.median(seconds) * 1000 / options.blocks,
-        peak_allocated=None if peak is None else largest(peak)[0],
-        fused_products=together(lambda: _fused_products(step)) if mode == "async" else None,
-        disagreement=agreement,
-    )
-    if options.trace is not None:
-        del blocks
-        blocks = together(lambda: make(1))
-        repeat(step, options.warmup, device)
-        path = options.trace / f"{kind}-{mode}-{tokens}.json.gz"
-        together(lambda: write_trace(step, path))
-        together(lambda: synchronize(device))
-    return figures
+    def figures(self) -> Figures:
+        """Return what was found."""
+        return Figures(
+            variant=self.variant,
+            tokens=self._tokens,
+            status=self._status,
+            reason=self._reason,
+            ms_per_block=statistics.median(self._medians) if self._status == OK else None,
+            rounds=self._medians,
+            peak_allocated=self._peak,
+            fused_products=self._fused,
+            disagreement=self._agreement,
+        )
+
+    @property
+    def _kind(self) -> str:
+        return self.variant.split(" ")[0]
+
+    def _blocks(self, count: int) -> Blocks:
+        size, dtype = SIZES[self._options.size], DTYPES[self._options.dtype]
+        return KINDS[self._kind](size, dtype, self._device, count, mode=self.variant.split(" ")[1])
+
+    def _step_of(self, blocks: Blocks) -> Callable[[], None]:
+        size, dtype = SIZES[self._options.size], DTYPES[self._options.dtype]
+        rows, gradient = (own_rows(whole).clone() for whole in whole_rows(size, dtype, self._device, self._tokens))
+
+        def step() -> None:
+            blocks.run(rows, gradient)
+            blocks.clear()
+
+        return step
 
 
 def _agreement(blocks: Blocks, reference: Reference) -> str:
@@ -244,6 +300,10 @@ def _cell(row: Figures | None) -> str:
     return f"{row.ms_per_block:.3f}{memory}"
 
 
+def _rounds_or_reason(row: Figures) -> str:
+    return f"(rounds: {', '.join(f'{ms:.3f}' for ms in row.rounds)})" if row.status == OK else row.reason
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench tp-block", description=__doc__)
     add = parser.add_argument
@@ -252,7 +312,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--variants", default=",".join(VARIANTS), help="default: all")
     add("--blocks", type=int, default=4, metavar="N", help="blocks in a chain (default: 4)")
     add("--warmup", type=int, default=3, metavar="N", help="loops before those that count (default: 3)")
-    add("--loops", type=int, default=20, metavar="N", help="loops that count; the result is their median (default: 20)")
+    add("--loops", type=int, default=20, metavar="N", help="loops of one round (default: 20)")
+    add("--rounds", type=int, default=5, metavar="N", help="rounds, in which the variants take turns (default: 5)")
     add("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--output", type=Path, default=Path("runs/tp_block.jsonl"), metavar="FILE", help="records are added to it")
