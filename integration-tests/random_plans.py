@@ -169,6 +169,10 @@ def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: Pipe
         )
         for _ in range(count)
     )
+    of_levels = random.Random(f"levels {seed}")
+    if not makes_blocks and of_levels.random() < 0.4:  # as most models have it
+        level = of_levels.randint(0, 3)
+        blocks = tuple(replace(block, level=level) for block in blocks)
     settings = {"count": count, "parameters": parameters, "blocks": blocks, "asks": asks, "plan": plan}
     postponing = random.Random(f"postponing {seed}")
     postpones = postponing.random() < 0.3
