@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core import BlockUse, rank
+from bmt_core import BlockUse, DistributedParameter, rank
 from bmt_core.testing import run_ranks
-from bmt_zero import Block, BMTrainModelWrapper, no_sync
+from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 from bmt_zero.gradients import reducer, reductions_in_flight
 
 # level, recompute -> what one step of one block issues; at level 3 the last two blocks, which
@@ -107,6 +107,32 @@ def _fail(grad: torch.Tensor) -> None:
 def test_small_reductions_of_a_failed_pass_are_not_made() -> None:
     found = run_ranks(reduced_after_a_failed_pass, 2, init={"comm_backend": "recording"})
     assert found == [[2 * 2 * 512]] * 2
+
+
+class Sharing(nn.Module):
+    """Multiplies by a parameter of somebody else's."""
+
+    def __init__(self, scale: DistributedParameter) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = scale
+        scale._shared = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale  # type: ignore[no-any-return]
+
+
+def gathered_by_a_list() -> Counter[str]:
+    """What the forward of three blocks that use one parameter issues, without what is gathered for the blocks themselves."""
+    scale = DistributedParameter(torch.ones(8))
+    blocks = TransformerBlockList([Block(Sharing(scale), zero_level=0) for _ in range(3)])
+    bmt_recording.clear()
+    blocks(torch.ones(2, 8))
+    return Counter(call.op for call in bmt_recording.calls)
+
+
+def test_the_blocks_of_a_list_gather_what_they_share_once() -> None:
+    assert run_ranks(gathered_by_a_list, 2, init={"comm_backend": "recording"}) == [Counter({"all_gather": 1})] * 2
 
 
 class LanguageModel(nn.Module):

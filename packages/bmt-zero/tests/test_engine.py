@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import full_gradient
 
 from bmt_core import DistributedModule, RemoteError
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import current, rank
 from bmt_core.testing import run_ranks
-from bmt_zero import Block, TransformerBlockList
+from bmt_zero import Block, TransformerBlockList, no_sync
 from bmt_zero.gradients import reductions_in_flight
 
 BLOCKS = 6
@@ -253,6 +254,20 @@ def test_small_reductions_of_blocks_used_twice_are_added_in_their_order(blocks: 
     assert run_ranks(used_in_this_order, 2, order, dtype, blocks * 512) == [expected] * 2
 
 
+def kept_after_a_step() -> list[Any]:
+    """What a run still keeps for reductions after the step that follows a pass under ``no_sync``."""
+    blocks = [Block(Scaled(torch.bfloat16), zero_level=level) for level in (0, 0, 3)]
+    optimizer = torch.optim.SGD([p for block in blocks for p in block.parameters()], lr=1.0)
+    with no_sync(nn.ModuleList(blocks)):
+        chained(blocks, torch.ones(1, 128, dtype=torch.bfloat16)).backward()
+    optimizer.step()
+    return list(blocks[0]._bmt_block.block.run.in_flight._kept)
+
+
+def test_a_step_that_reduces_held_back_gradients_keeps_no_memory_for_them() -> None:
+    assert run_ranks(kept_after_a_step, 2) == [[], []]
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -285,6 +300,28 @@ def after_a_failure(level: int) -> Any:
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_failed_backward_leaves_nothing_behind(level: int) -> None:
     assert run_ranks(after_a_failure, 2, level) == [[2.0, 2.0]] * 2
+
+
+def after_failures_in_different_blocks() -> Any:
+    """Each rank fails in the backward of another block, so they have started different reductions."""
+    model = [Block(Failing(), zero_level=0) for _ in range(3)]
+    for number, block in enumerate(model):
+        block.fails = number == rank()
+    with pytest.raises(ValueError, match="on purpose"):
+        chained(model, torch.ones(1, 2)).backward()
+    for block in model:
+        block.fails = False
+        block.zero_grad()
+    chained(model, torch.ones(1, 2)).backward()
+    return full_gradient(model[2].linear.bias).tolist()  # type: ignore[union-attr]
+
+
+def chained(blocks: list[Any], x: torch.Tensor) -> torch.Tensor:
+    return functools.reduce(lambda x, block: block(x), blocks, x).sum()
+
+
+def test_ranks_that_failed_in_different_blocks_go_on_together() -> None:
+    assert run_ranks(after_failures_in_different_blocks, 2) == [[2.0, 2.0]] * 2
 
 
 def errors_beside_that_of_a_failed_pass() -> list[str]:

@@ -234,7 +234,8 @@ class GradientReducer:
     def _is_small(self, full: torch.Tensor) -> bool:
         """Whether ``full`` is reduced with others: see [Note: small reductions] in reductions_in_flight.py.
 
-        The answer is the same for each gradient of a group, so that they are added to the sum in their order.
+        The answer is the same for each gradient of a group, so that they are added to the sum in their order. Gradients
+        that must be divided before they are summed are not among them: see [Note: where means are divided].
         """
         group = self._group
         if not group.is_replicated or self.wire_dtype != summation_dtype(group.dtype):
