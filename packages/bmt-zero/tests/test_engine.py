@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import full_gradient
 
 from bmt_core import DistributedModule, RemoteError
+from bmt_core.params.owner import owner_of
+from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current, rank
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
@@ -266,6 +268,30 @@ def kept_after_a_step() -> list[Any]:
 
 def test_a_step_that_reduces_held_back_gradients_keeps_no_memory_for_them() -> None:
     assert run_ranks(kept_after_a_step, 2) == [[], []]
+
+
+def watched(level: int) -> list[float]:
+    """What a watcher of each of two blocks finds, in its ``.grad`` to be, after the mark that it was given."""
+    blocks = [Block(Scaled(torch.float32), zero_level=level) for _ in range(2)]
+    found: list[float] = []
+
+    def watcher(flat: torch.Tensor, done: Mark) -> None:
+        done.wait()
+        found.append(flat.max().item())
+
+    for block in blocks:
+        owner = owner_of(block._parameters["weight"])
+        assert owner is not None
+        owner.watch_reductions(watcher)
+    chained(blocks, torch.ones(1, 128)).backward()
+    return found
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_who_watches_reductions_is_told_of_each_during_backward(level: int) -> None:
+    first, second = run_ranks(watched, 2, level)
+    # At level 3 the second rank's part of so few elements is padding.
+    assert (first, second) == ([2.0, 2.0], [2.0 if level == 0 else 0.0] * 2)
 
 
 class Failing(nn.Module):
