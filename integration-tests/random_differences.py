@@ -7,7 +7,6 @@ import math
 import tempfile
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from random_models import Model
@@ -16,7 +15,6 @@ from random_plans import Plan
 from random_trainings import Record, ShardedTraining, Training
 
 from bmt_core.testing import run_ranks
-from bmt_zero.gradients import reductions_in_flight
 
 AMPLIFIED, AMPLIFIED_MOST = 8.0, 32.0
 """By how many times plain torch's own distance from a training all in float64 a training with float32 may differ from plain torch.
@@ -36,8 +34,7 @@ class ExactTraining(Training):
 def run_sharded(plan: Plan, folder: str) -> Record:
     """Train by the ranks of this run. Collective."""
     kind = ShardedTraining if plan.pipeline is None else PipelinedTraining
-    with patch.object(reductions_in_flight, "TOGETHER", plan.together):
-        return kind(plan, folder).run()
+    return kind(plan, folder).run()
 
 
 def differences(

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from random_models import Model, Recomputed
 
-from bmt_zero.gradients.reductions_in_flight import TOGETHER
-
 STEPS = 4
 
 
@@ -78,7 +76,6 @@ class Plan:
     clips: bool
     may_reenter: bool
     prefetch_bytes: int | None
-    together: int  # bytes of small reductions that are made together
     hooked: tuple[int, ...]  # numbers of the parameters that somebody watches
     steps: tuple[StepPlan, ...] = field(repr=True)
 
@@ -154,7 +151,6 @@ def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: Pipe
         # torch's reentrant checkpoint gives no gradients if its input needs none, which a frozen beginning makes so.
         may_reenter=not asks and pipeline is None,
         prefetch_bytes=r.choice([None, None, 0, 10**9]),
-        together=random.Random(f"together {seed}").choice([1024, 4096, TOGETHER]),
         hooked=(),
         steps=(),
     )
@@ -206,7 +202,7 @@ def _draw_pipeline(r: random.Random, stages: int) -> PipelinePlan:
 
 def _as_pipelines_can(r: random.Random, step: StepPlan, layers: int, parameters: int) -> StepPlan:
     """Return ``step`` without what a pipeline refuses; what is frozen is often a whole end of the model."""
-    bound = r.randrange(parameters - 3)
+    bound = r.randrange(max(1, parameters - 3))
     return replace(
         step,
         orders=(tuple(range(layers)),) * len(step.orders),

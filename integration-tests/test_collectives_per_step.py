@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
-from unittest.mock import patch
 
 import bmt_recording
 import pytest
@@ -14,7 +12,6 @@ from torch import nn
 from bmt_core import BlockUse, DistributedParameter, rank
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
-from bmt_zero.gradients import reducer, reductions_in_flight
 
 # level, recompute -> what one step of one block issues; at level 3 the last two blocks, which
 # backward needs first, stay gathered in between once a step has shown the order
@@ -27,7 +24,6 @@ PER_STEP = [
     (0, True, {"all_reduce": 1}),
     (0, False, {"all_reduce": 1}),
 ]
-BYTES_OF_A_BLOCK = 6 * 512  # its parameters begin at multiples of 512 bytes
 
 
 def step(block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int = 1, held: bool = True) -> None:
@@ -43,15 +39,7 @@ def step(block: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: int 
     optimizer.step()
 
 
-def counted(
-    level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool, small: int = 0
-) -> list[Counter[str]]:
-    """What each of three steps issues, if all-reduces of up to ``small`` bytes are made together."""
-    with patch.object(reducer, "SMALL", small):
-        return counted_steps(level, use_checkpoint, blocks, micro_batches, held)
-
-
-def counted_steps(level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool) -> list[Counter[str]]:
+def counted(level: int, use_checkpoint: bool, blocks: int, micro_batches: int, held: bool) -> list[Counter[str]]:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(blocks)])
     for block in model:
         Block(block, zero_level=level, use_checkpoint=use_checkpoint)
@@ -72,41 +60,6 @@ def test_a_block_issues_exactly_what_its_level_promises(
         first = Counter({op: 3 * number for op, number in expected.items()})
         later = first - Counter({"all_gather": 2 if level == 3 else 0})
         assert counts == [first, later, later]
-
-
-@pytest.mark.parametrize(("most", "expected"), [(2 * BYTES_OF_A_BLOCK, 3), (2**20, 1)])
-def test_small_reductions_of_a_backward_pass_are_made_together(most: int, expected: int) -> None:
-    """Five blocks; all-reduces are made as soon as they have ``most`` bytes."""
-    arguments = (0, False, 5, 1, True, BYTES_OF_A_BLOCK)
-    for counts in run_ranks(together, 2, most, *arguments, init={"comm_backend": "recording"}):
-        assert counts == [Counter({"all_reduce": expected})] * 3
-
-
-def together(most: int, *arguments: Any) -> list[Counter[str]]:
-    with patch.object(reductions_in_flight, "TOGETHER", most):
-        return counted(*arguments)
-
-
-def reduced_after_a_failed_pass() -> list[int]:
-    """The bytes of each all-reduce of a backward pass that comes after one that has failed between two blocks."""
-    first, second = (Block(nn.Linear(8, 8), zero_level=0) for _ in range(2))
-    between = first(torch.ones(2, 8))
-    handle = between.register_hook(_fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        second(between).sum().backward()
-    handle.remove()
-    bmt_recording.clear()
-    second(first(torch.ones(2, 8))).sum().backward()
-    return [call.bytes for call in bmt_recording.calls if call.op == "all_reduce"]
-
-
-def _fail(grad: torch.Tensor) -> None:
-    raise ValueError("on purpose")
-
-
-def test_small_reductions_of_a_failed_pass_are_not_made() -> None:
-    found = run_ranks(reduced_after_a_failed_pass, 2, init={"comm_backend": "recording"})
-    assert found == [[2 * 2 * 512]] * 2
 
 
 class Sharing(nn.Module):

@@ -17,10 +17,9 @@ from zero_models import full_gradient
 from bmt_core import DistributedModule, RemoteError
 from bmt_core.params.owner import owner_of
 from bmt_core.run.lanes import Mark
-from bmt_core.run.runtime import current, rank
+from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
-from bmt_zero.gradients import reductions_in_flight
 
 BLOCKS = 6
 
@@ -236,24 +235,23 @@ class Scaled(nn.Module):
         return x * self.weight
 
 
-def used_in_this_order(names: str, dtype: torch.dtype, together: int) -> list[list[float]]:
-    """The gradients of blocks that are used several times, over two passes; ``together`` bytes are all-reduced at once."""
-    blocks = {name: Block(Scaled(dtype), zero_level=0, use_checkpoint=False) for name in sorted(set(names))}
-    with patch.object(reductions_in_flight, "TOGETHER", together):
-        for _ in range(2):
-            x = torch.ones(1, 128, dtype=dtype)
-            for name in names:
-                x = blocks[name](x)
-            x.sum().backward()
+def used_in_this_order(names: str, dtype: torch.dtype, level: int) -> list[list[float]]:
+    """The gradients of blocks that are used several times, over two passes."""
+    blocks = {name: Block(Scaled(dtype), zero_level=level, use_checkpoint=False) for name in sorted(set(names))}
+    for _ in range(2):
+        x = torch.ones(1, 128, dtype=dtype)
+        for name in names:
+            x = blocks[name](x)
+        x.sum().backward()
     return [full_gradient(block.weight).unique().tolist() for block in blocks.values()]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("blocks", [0, 2, 3])
-def test_small_reductions_of_blocks_used_twice_are_added_in_their_order(blocks: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("level", [0, 3])
+def test_gradients_of_blocks_used_several_times_are_sums(level: int, dtype: torch.dtype) -> None:
     order = "BAYBXA"
     expected = [[float(order.count(name) * 2 * 2)] for name in sorted(set(order))]
-    assert run_ranks(used_in_this_order, 2, order, dtype, blocks * 512) == [expected] * 2
+    assert run_ranks(used_in_this_order, 2, order, dtype, level) == [expected] * 2
 
 
 def kept_after_a_step() -> list[Any]:
@@ -328,26 +326,27 @@ def test_a_failed_backward_leaves_nothing_behind(level: int) -> None:
     assert run_ranks(after_a_failure, 2, level) == [[2.0, 2.0]] * 2
 
 
-def after_failures_in_different_blocks() -> Any:
-    """Each rank fails in the backward of another block, so they have started different reductions."""
-    model = [Block(Failing(), zero_level=0) for _ in range(3)]
-    for number, block in enumerate(model):
-        block.fails = number == rank()
-    with pytest.raises(ValueError, match="on purpose"):
-        chained(model, torch.ones(1, 2)).backward()
-    for block in model:
-        block.fails = False
-        block.zero_grad()
-    chained(model, torch.ones(1, 2)).backward()
-    return full_gradient(model[2].linear.bias).tolist()  # type: ignore[union-attr]
-
-
 def chained(blocks: list[Any], x: torch.Tensor) -> torch.Tensor:
     return functools.reduce(lambda x, block: block(x), blocks, x).sum()
 
 
-def test_ranks_that_failed_in_different_blocks_go_on_together() -> None:
-    assert run_ranks(after_failures_in_different_blocks, 2) == [[2.0, 2.0]] * 2
+def second_graph_after_a_failure(level: int, dtype: torch.dtype) -> list[float]:
+    """Two graphs are made; the backward of one fails, that of the other is run after ``zero_grad``."""
+    first, last = blocks = [Block(Failing(), zero_level=level).to(dtype) for _ in range(2)]
+    losses = []
+    for first.fails, last.fails in ((True, False), (False, False)):
+        losses.append(chained(blocks, torch.ones(1, 2, dtype=dtype)))
+    with pytest.raises(ValueError, match="on purpose"):
+        losses[0].backward()
+    last.zero_grad()
+    losses[1].backward()
+    return full_gradient(last.linear.bias).tolist()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_graph_made_before_another_one_failed_has_its_own_gradients(level: int, dtype: torch.dtype) -> None:
+    assert run_ranks(second_graph_after_a_failure, 2, level, dtype) == [[2.0, 2.0]] * 2
 
 
 def errors_beside_that_of_a_failed_pass() -> list[str]:

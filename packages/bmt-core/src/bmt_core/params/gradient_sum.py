@@ -15,7 +15,6 @@ themselves, for example). A pass that fails leaves ``.grad`` None where it was t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -88,7 +87,7 @@ class GradientSum:
                 self._flat = reduced
                 return None if factor == 1 else lambda: _multiply(reduced, factor)
             self._flat = flat = torch.empty_like(reduced, dtype=dtype)
-            return GradientCopy(flat, reduced, factor)
+            return lambda: _copy(flat, reduced, factor)
         if self._taken is None:
             self._take_present(needed)
         else:
@@ -207,24 +206,16 @@ class GradientSum:
                 flat.copy_(sums)
 
 
-# GradientCopy and _add multiply in a pass over the memory that is needed anyway; only _multiply needs one of its own.
+# _copy and _add multiply in a pass over the memory that is needed anyway; only _multiply needs one of its own.
 def _multiply(reduced: torch.Tensor, factor: float) -> None:
     reduced *= factor
 
 
-@dataclass(frozen=True)
-class GradientCopy:
-    """A function that writes ``reduced * factor`` into ``flat``, of another dtype."""
-
-    flat: torch.Tensor
-    reduced: torch.Tensor
-    factor: float
-
-    def __call__(self) -> None:
-        if self.factor == 1:
-            self.flat.copy_(self.reduced)
-        else:
-            torch.mul(self.reduced, self.factor, out=self.flat)
+def _copy(flat: torch.Tensor, reduced: torch.Tensor, factor: float) -> None:
+    if factor == 1:
+        flat.copy_(reduced)
+    else:
+        torch.mul(reduced, factor, out=flat)
 
 
 def _add(flat: torch.Tensor, total: torch.Tensor | None, reduced: torch.Tensor, factor: float, *, starts: bool) -> None:

@@ -37,7 +37,7 @@ class ParameterOwner(Protocol):
         """Reduce gradients that were kept back between micro-batches, so that ``.grad`` is complete. Collective."""
 
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
-        """Call ``watcher(flat, done)`` once per backward pass, after the last reduction into ``flat`` was queued."""
+        """Call ``watcher(flat, done)`` after each reduction into ``flat`` was queued: one per backward of a call of the Block."""
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the current outermost call.

@@ -13,7 +13,6 @@ computation fills and a lane reads is kept until the computation has waited for 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -40,8 +39,6 @@ class Lane:
     def __init__(self, name: str, topology: Topology) -> None:
         self.name = name
         self._topology = topology
-        self._unfinished: _Unfinished = weakref.WeakValueDictionary()
-        self._started = 0
 
     def group(self, group: Group) -> Group:
         """Return the lane's own group over the ranks of ``group``, which connects at its first operation."""
@@ -64,8 +61,7 @@ class Lane:
 
         They start after what the lane was given before; after the computation only if :meth:`after` said so.
         """
-        self._started += 1
-        return _Once(self._started, start(), then, self._unfinished)
+        return _Once(start(), then)
 
 
 class CudaLane(Lane):
@@ -125,36 +121,20 @@ class _On:
 class _Once:
     """On the CPU: whoever waits first waits for the collective, and does what follows it.
 
-    Once, because waiting again for a collective of gloo's writes its result again, over what was added since. What follows a
-    collective may use the results of those before it, so these are finished first, in the order of the lane (``number``).
+    Once, because waiting again for a collective of gloo's writes its result again, over what was added since.
     """
 
-    def __init__(self, number: int, work: Work, then: Callable[[], None] | None, unfinished: _Unfinished) -> None:
-        self._number = number
+    def __init__(self, work: Work, then: Callable[[], None] | None) -> None:
         self._work: Work | None = work
         self._then = then
-        self._unfinished = unfinished
-        unfinished[number] = self
 
     def wait(self) -> None:
-        if self._then is not None:
-            for number, mark in sorted(self._unfinished.items()):
-                if number < self._number:
-                    mark._finish()
-        self._finish()
-
-    def _finish(self) -> None:
         work, self._work = self._work, None
         then, self._then = self._then, None
-        self._unfinished.pop(self._number, None)
         if work is not None:
             work.wait()
         if then is not None:
             then()
-
-
-_Unfinished = weakref.WeakValueDictionary[int, _Once]
-"""The marks of a lane that somebody may still wait for, by their numbers."""
 
 
 class Lanes:

@@ -21,12 +21,12 @@ from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
-from bmt_core.run.lanes import Lane, Mark
+from bmt_core.run.lanes import Lane
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import backward_pass, named_in_trace
 from bmt_zero.gradients.full_gradients import FullGradients
-from bmt_zero.gradients.reductions_in_flight import SMALL, ReductionsInFlight, SmallReduction
+from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.sharding.parameter_group import ParameterGroup
 
 
@@ -108,8 +108,6 @@ class GradientReducer:
 
         See the notes in :mod:`bmt_core.params.gradient_sum`.
         """
-        if self.sum.is_taking and backward_pass() == -1:  # the pass that took them has failed
-            self.in_flight.drop_waiting()
         self.sum.forget_if_cleared()
         has_ended = backward_pass() == -1 and not is_in_scheduled_step()
         has_failed = self._is_adding or (self.is_unwatched and has_ended)
@@ -127,19 +125,14 @@ class GradientReducer:
         then = self.sum.take(reduced, needed, division.after)
         if self._ranks.size == 1 and then is None and division.before == 1:
             done = None  # with one rank ``full`` is the sum already
-        elif self._is_small(full):
-            small = SmallReduction(self._name, full, then, self._tell_watcher)
-            self.sum.ready_at(
-                self.in_flight.reduce_together(small, self._lane, self._ranks, division.op, self._named())
-            )
-            return
         else:
             self._lane.after(self._lane.here())
             with named_in_trace(f"reduce {self._name}"):
                 done = self._lane.run(lambda: self._start(reduced, full, division), then)
             self.in_flight.keep(self._name, full, done)
             self.sum.ready_at(done)
-        self._tell_watcher(done)
+        if self.watcher is not None and self.sum.flat is not None:
+            self.watcher(self.sum.flat, self._lane.here() if done is None else done)
 
     def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
         """Reduce ``full`` and return this rank's part; for half types it may be float32. Collective.
@@ -218,8 +211,8 @@ class GradientReducer:
         if self._held_back is not None:
             nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
             self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
-            self.sum.finish()
             self.in_flight.wait()
+            self.sum.finish()
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -230,21 +223,6 @@ class GradientReducer:
         # No all-reduce sends a half type and sums in float32.
         is_wide = self._group.is_replicated or self._reduce_dtype == "fp32"
         return summation_dtype(dtype) if is_wide else dtype
-
-    def _is_small(self, full: torch.Tensor) -> bool:
-        """Whether ``full`` is reduced with others: see [Note: small reductions] in reductions_in_flight.py.
-
-        The answer is the same for each gradient of a group, so that they are added to the sum in their order. Gradients
-        that must be divided before they are summed are not among them: see [Note: where means are divided].
-        """
-        group = self._group
-        if not group.is_replicated or self.wire_dtype != summation_dtype(group.dtype):
-            return False
-        return group.ranks.size > 1 and full.nbytes <= SMALL
-
-    def _tell_watcher(self, done: Mark | None) -> None:
-        if self.watcher is not None and self.sum.flat is not None:
-            self.watcher(self.sum.flat, self._lane.here() if done is None else done)
 
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         self._is_adding = False
@@ -282,12 +260,9 @@ class GradientReducer:
     def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
         if division.before != 1:
             full *= division.before
-        with naming(self._named()):
+        if not self._purpose:
+            self._purpose = f"for gradients of {self._group.labels}"
+        with naming(self._purpose):
             if self._group.is_replicated:
                 return self._ranks.all_reduce(full, division.op)
             return self._ranks.reduce_scatter(reduced, full, division.op)
-
-    def _named(self) -> str:
-        if not self._purpose:
-            self._purpose = f"for gradients of {self._group.labels}"
-        return self._purpose

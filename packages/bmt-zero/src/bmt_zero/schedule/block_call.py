@@ -197,6 +197,11 @@ class BlockCall:
         if self.input_hook is not None:
             self.input_hook.remove()
 
+    def forget_gradients(self) -> None:
+        """Drop what the backward pass, which has failed, would have put into ``.grad``."""
+        for group in self.groups:
+            group.reducer.forget_cleared()
+
     def end_pass(self) -> None:
         """Complete the gradients and free what was gathered, after a backward pass that has succeeded."""
         self.block.run.calls_in_pass.pop(self, None)

@@ -32,6 +32,9 @@ class EndedCall(Protocol):
     def end(self) -> None:
         """Release everything that the call holds."""
 
+    def forget_gradients(self) -> None:
+        """Drop what the backward pass, which has failed, would have put into ``.grad``."""
+
 
 class ZeroRun:
     """Gathers ahead, reductions under way, calls of blocks, and the hooks in torch, which are removed at shutdown."""
@@ -67,10 +70,11 @@ class ZeroRun:
         all calls, those of other graphs too, release what they hold, and everything is gathered again.
         """
         if self.calls_in_pass and backward_pass() == -1:
-            for call in list(self.calls_in_pass):
-                call.end()
+            failed = list(self.calls_in_pass)
             self.calls_in_pass.clear()
-            self.in_flight.drop_waiting()
+            for call in failed:
+                call.end()
+                call.forget_gradients()
             while self.calls_at_rest:
                 _, groups = self.calls_at_rest.popitem()
                 for group in groups:
