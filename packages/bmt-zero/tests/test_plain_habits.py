@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter
-from bmt_core.run.runtime import world_size
+from bmt_core.run.runtime import rank, world_size
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
@@ -279,3 +279,22 @@ def test_a_list_that_a_block_returns_stays_a_list_which_is_said_once() -> None:
     (said, kinds), (unsaid, others) = run_ranks(lists, 2)
     assert kinds == others == [list, list] and unsaid == []
     assert len(said) == 1 and "BMTrain's Block returned a tuple" in said[0]
+
+
+def watched_on_one_rank(level: int, watches: bool) -> list[float]:
+    torch.manual_seed(0)
+    blocks = [Block(nn.Linear(4, 4), zero_level=level) for _ in range(3)]
+    if watches and rank() == 0:
+        blocks[0].weight.register_hook(lambda gradient: None)
+        blocks[1].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    for _ in range(2):
+        x = torch.ones(2, 4)
+        for block in blocks:
+            x = block(x)
+        x.sum().backward()
+    return [block.weight.gather_like(block.weight.grad).sum().item() for block in blocks]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_one_rank_alone_may_watch_gradients(level: int) -> None:
+    assert run_ranks(watched_on_one_rank, 2, level, True) == run_ranks(watched_on_one_rank, 2, level, False)

@@ -200,7 +200,7 @@ class BlockCall:
     def forget_gradients(self) -> None:
         """Drop what the backward pass, which has failed, would have put into ``.grad``."""
         for group in self.groups:
-            group.reducer.forget_cleared()
+            group.reducer.sum.forget_if_cleared()
 
     def end_pass(self) -> None:
         """Complete the gradients and free what was gathered, after a backward pass that has succeeded."""

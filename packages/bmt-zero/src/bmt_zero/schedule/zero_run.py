@@ -71,15 +71,16 @@ class ZeroRun:
         """
         if self.calls_in_pass and backward_pass() == -1:
             failed = list(self.calls_in_pass)
-            self.calls_in_pass.clear()
             for call in failed:
                 call.end()
-                call.forget_gradients()
+            self.calls_in_pass.clear()
             while self.calls_at_rest:
                 _, groups = self.calls_at_rest.popitem()
                 for group in groups:
                     group.release_at_rest()
             self.prefetch.forget_gathered()
+            for call in failed:  # last, because it waits for reductions, which raises if a rank is gone
+                call.forget_gradients()
 
     def say_that_lists_stay_lists(self, module: nn.Module) -> None:
         """Warn once, on rank 0, that a returned list stays a list; BMTrain's Block turned it into a tuple."""
