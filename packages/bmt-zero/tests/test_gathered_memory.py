@@ -62,8 +62,20 @@ def test_on_gpus_no_step_waits_for_the_device(level: int, use_checkpoint: bool) 
 
 def test_the_peak_is_the_highest_since_it_was_reset() -> None:
     memory = GatheredMemory()
-    memory.change(3)
-    memory.change(-2)
+    memory.change(3, memory.run)
+    memory.change(-2, memory.run)
     assert (memory.current, memory.peak) == (1, 3)
     memory.reset_peak()
     assert (memory.current, memory.peak) == (1, 1)
+
+
+def test_buffers_of_an_earlier_run_do_not_count() -> None:
+    memory = GatheredMemory()
+    memory.begin_run()
+    memory.change(3, memory.run)
+    earlier = memory.run
+    memory.begin_run()
+    memory.change(-3, earlier)
+    assert (memory.current, memory.peak) == (0, 0)
+    memory.change(2, memory.run)
+    assert (memory.current, memory.peak) == (2, 2)

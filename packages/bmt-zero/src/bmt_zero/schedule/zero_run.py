@@ -24,6 +24,7 @@ from bmt_zero.schedule.module_changes import ModuleChanges
 from bmt_zero.schedule.outside_parameters import OutsideParameters
 from bmt_zero.schedule.prefetch import Prefetch
 from bmt_zero.schedule.sharded_group import ShardedGroup
+from bmt_zero.sharding.gathered_memory import gathered_memory
 
 
 class EndedCall(Protocol):
@@ -41,6 +42,7 @@ class ZeroRun:
 
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
+        gathered_memory.begin_run()
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
         self.outside = OutsideParameters(self.in_flight)

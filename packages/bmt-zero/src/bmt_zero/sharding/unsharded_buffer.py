@@ -53,6 +53,7 @@ class UnshardedBuffer:
         self._lane = lane
         self.holders = 0
         self._calls_at_rest = 0
+        self._run = gathered_memory.run
         self._purpose = ""
         self._arrival: Mark | None = None
         self._read_until: Mark | None = None  # after it the computation no longer reads what the next gather overwrites
@@ -80,7 +81,7 @@ class UnshardedBuffer:
         if self.state is BufferState.FREED:
             with self._lane.memory():
                 self.tensor.untyped_storage().resize_(self._group.full_bytes)
-            gathered_memory.change(self._group.full_bytes)
+            gathered_memory.change(self._group.full_bytes, self._run)
         elif self._read_until is not None:
             self._lane.after(self._read_until)
             self._read_until = None
@@ -143,13 +144,13 @@ class UnshardedBuffer:
             self._arrival = None
         self._lane.after(self._lane.here())  # [Note: buffer lifetime] in bmt_core.run.lanes
         self.tensor.untyped_storage().resize_(0)
-        gathered_memory.change(-self._group.full_bytes)
+        gathered_memory.change(-self._group.full_bytes, self._run)
         self.state = BufferState.FREED
 
     def discard(self) -> None:
         """Stop using the buffer for good. Views that still live keep its memory."""
         if self.state is not BufferState.FREED and not self._group.is_replicated:
-            gathered_memory.change(-self._group.full_bytes)
+            gathered_memory.change(-self._group.full_bytes, self._run)
             with suppress(CallError):  # the run has failed, which other calls report
                 self.wait()
             self._lane.after(self._lane.here())  # as in free_unless_held(): queued readers come first
