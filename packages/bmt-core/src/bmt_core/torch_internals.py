@@ -48,7 +48,7 @@ def accumulates(leaf: torch.Tensor) -> bool:
 
 
 def accumulates_at(node: torch.autograd.graph.Node | None) -> bool:
-    """:func:`accumulates` for the leaf of ``node``, its ``AccumulateGrad``; False without a node."""
+    """:func:`accumulates` for the leaf whose ``AccumulateGrad`` is ``node``; False if it is None: the leaf needs no gradient."""
     if node is None:
         return False
     try:

@@ -18,8 +18,8 @@ States = list[tuple[Any, ...]]
 class LayerList(nn.Module):
     """Layers in a row. The first ``num_hidden`` outputs of a layer are the first arguments of the next.
 
-    All other arguments are passed to every layer unchanged. Calling the list counts as one outermost call: see
-    :mod:`bmt_core.modules.outermost_call`.
+    All other arguments are passed to every layer unchanged. Calling the list counts as one outermost call
+    (:mod:`bmt_core.modules.outermost_call`): its layers share gathered parameters and one stream of random numbers.
     """
 
     def __init__(self, num_hidden: int) -> None:
