@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "packages" / "bmt-zero" / "tests"))
@@ -24,11 +25,16 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda: where the ranks compute")
     parser.add_argument("--tp", type=int, help="tp_size of every training; without: drawn, mostly 1")
     parser.add_argument("--pp", type=int, help="pipe_size of every training; without: drawn, mostly 1")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no training after so long")
     options = parser.parse_args()
     first, _, end = options.seeds.partition(":")
-    failures = 0
+    last_begin = time.monotonic() + options.seconds
+    trainings = failures = 0
     for seed in range(int(first), int(end or int(first) + 1)):
         for world_size in map(int, options.ranks.split(",")):
+            if time.monotonic() > last_begin:
+                break
+            trainings += 1
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     messages = differences(draw(seed, options.tp, options.pp), world_size, folder, options.device)
@@ -42,7 +48,7 @@ def main() -> int:
                     sep="\n  ",
                     flush=True,
                 )
-    print(f"{failures} trainings differ")
+    print(f"{failures} of {trainings} trainings differ")
     return 1 if failures else 0
 
 

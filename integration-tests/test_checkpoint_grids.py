@@ -27,8 +27,7 @@ def test_what_one_grid_saved_another_loads_and_goes_on(
     assert differences(found[1], saved[loading], saved[loading], dtype) == []
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [

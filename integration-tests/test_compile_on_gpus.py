@@ -8,7 +8,7 @@ import pytest
 import torch
 from compile_models import CompiledGpt, Training, from_new, gpt, graphs, result
 
-from bmt_core.testing import run_ranks
+from bmt_core.testing import gpu_ranks, run_ranks
 from bmt_optim import AdamOptimizer
 
 STEPS, LENGTH = 6, 512
@@ -34,7 +34,7 @@ def compiled(recomputes: bool) -> tuple[list[float], int]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recomputes", [True, False])
 def test_compiled_blocks_of_half_precision_train_between_wrapped_parameters(recomputes: bool) -> None:
-    size = min(torch.cuda.device_count(), 2)
+    size = min(gpu_ranks(), 2)
     (expected,) = run_ranks(plain, 1, init={"device": "cuda"}, timeout=120)
     ranks = run_ranks(compiled, size, recomputes, init={"device": "cuda", "reduce_dtype": "param"}, timeout=300)
     found = [sum(losses) for losses in zip(*[losses for losses, _ in ranks], strict=True)]

@@ -18,10 +18,7 @@ from random_trainings import Record, ShardedTraining
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu(2)
 INIT = {"device": "cuda"}
 KINDS = [*itertools.product((0, 1, 2, 3), (False, True), (None,)), (3, False, 0), (2, True, 10**9)]
 

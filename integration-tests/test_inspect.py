@@ -122,8 +122,7 @@ def test_sharded_blocks_at_every_level(ranks: int, level: int, use_checkpoint: b
         same(parameters, of_model)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_on_gpus_where_torch_recomputes_in_other_threads(use_checkpoint: bool) -> None:
     model = nn.Sequential(*[Mlp(n) for n in range(3)])

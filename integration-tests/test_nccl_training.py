@@ -34,8 +34,7 @@ def losses(level: int) -> list[float]:
     return found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize(("level", "reduce_dtype"), [(0, "param"), (2, "param"), (3, "fp32-sum")])
 def test_losses_are_those_of_torchs_process_groups(level: int, reduce_dtype: str) -> None:
     native, torchs = (

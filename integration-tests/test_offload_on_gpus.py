@@ -9,7 +9,7 @@ import torch
 from offload_training import Layer, Training, both
 from torch import nn
 
-from bmt_core.testing import run_ranks
+from bmt_core.testing import gpu_ranks, run_ranks
 from bmt_optim import AdamOffloadOptimizer, OptimManager
 from bmt_zero import Block, TransformerBlockList
 
@@ -25,11 +25,9 @@ class Chunked(AdamOffloadOptimizer):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.gpu(2))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_gpus_training_equals_that_of_adam_to_rounding(world_size: int, dtype: torch.dtype) -> None:
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs")
     for results in run_ranks(gpu_results, world_size, dtype, init={"device": "cuda"}):
         for settings, expected, found in results:
             for a, b in zip(expected, found, strict=True):
@@ -115,7 +113,7 @@ def delayed_training(cycles: int, overlap_forward: bool) -> list[torch.Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("overlap_forward", [False, True])
 def test_on_a_gpu_delays_change_nothing(overlap_forward: bool) -> None:
-    size = min(torch.cuda.device_count(), 2)
+    size = min(gpu_ranks(), 2)
     expected = run_ranks(delayed_training, size, 0, overlap_forward, init={"device": "cuda"})
     for cycles in (1_000_000, 5_000_000):
         found = run_ranks(delayed_training, size, cycles, overlap_forward, init={"device": "cuda"})

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from delays import PLACES, Where, delayed
-from pipeline_trainings import GRIDS, Record, compare, expected, listed, on_grid, scheduled
+from pipeline_trainings import Record, compare, expected, listed, on_grid, scheduled
 from test_pipeline_step import FORMS, LAYERS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu(2)
 
 
 def delayed_training(where: Where, *arguments: Any) -> Record:
@@ -49,11 +45,10 @@ def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, use_checkpoint
         compare(record, expected(LAYERS))
 
 
+@pytest.mark.gpu(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("grid", ["pp 4", "pp 2 x dp 2"])
 def test_on_four_gpus(grid: str, form: str) -> None:
-    if torch.cuda.device_count() < GRIDS[grid][0]:
-        pytest.skip(f"needs {GRIDS[grid][0]} GPUs")
     schedule, options = FORMS[form]
     for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, 8, init={"device": "cuda"}, **options):
         compare(record, expected(LAYERS))

@@ -19,11 +19,13 @@ from bmt_core.testing import run_ranks
 from bmt_tp import overlapped_products, row_transfers
 from bmt_zero import Block
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu(2)
 CUDA = {"device": "cuda"}
+
+
+def on_gpus(grid: str, *others: Any) -> Any:
+    """Return test parameters that begin with ``grid`` and need a GPU for each of its ranks."""
+    return pytest.param(grid, *others, marks=pytest.mark.gpu(GRIDS[grid][0]))
 
 
 def delayed_training(*arguments: Any) -> Record:
@@ -33,23 +35,29 @@ def delayed_training(*arguments: Any) -> Record:
         return sharded(*given)
 
 
-def needs(grid: str) -> None:
-    if torch.cuda.device_count() < GRIDS[grid][0]:
-        pytest.skip(f"needs {GRIDS[grid][0]} GPUs")
-
-
 @pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize(("level", "chunks"), [(0, 1), (1, 2), (2, 2), (3, 3)])
-def test_delays_change_nothing(level: int, chunks: int, where: Where) -> None:
+@pytest.mark.parametrize(
+    ("grid", "level", "chunks"),
+    [
+        on_gpus("tp 2", 0, 1),
+        on_gpus("tp 2", 1, 2),
+        on_gpus("tp 2", 2, 2),
+        on_gpus("tp 2", 3, 3),
+        on_gpus("tp 4", 0, 2),
+        on_gpus("tp 2 x dp 2", 3, 2),
+    ],
+)
+def test_delays_change_nothing(grid: str, level: int, chunks: int, where: Where) -> None:
     block = {"zero_level": level, "use_checkpoint": level % 2 == 1}
     options = {"async_gather_chunks": chunks}
-    check("tp 2", training=delayed_training, arguments=(where,), init=CUDA, block=block, options=options)
+    check(grid, training=delayed_training, arguments=(where,), init=CUDA, block=block, options=options)
 
 
 @pytest.mark.parametrize("backend", ["torch", "nccl-native"])
-@pytest.mark.parametrize(("grid", "level"), [("tp 2", 3), ("tp 4", 1), ("tp 2 x dp 2", 2), ("tp 2 x dp 2", 3)])
+@pytest.mark.parametrize(
+    ("grid", "level"), [on_gpus("tp 2", 3), on_gpus("tp 4", 1), on_gpus("tp 2 x dp 2", 2), on_gpus("tp 2 x dp 2", 3)]
+)
 def test_training_equals_the_dense_model(grid: str, level: int, backend: str) -> None:
-    needs(grid)
     check(grid, init={**CUDA, "comm_backend": backend}, block={"zero_level": level})
 
 
@@ -86,9 +94,10 @@ def transfers_taken(shapes: list[tuple[int, ...]]) -> tuple[list[str], bool]:
     return taken, torch.allclose(found, expected)
 
 
-def test_rows_travel_by_copies_between_devices_also_when_they_grow() -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_rows_travel_by_copies_between_devices_also_when_they_grow(size: int) -> None:
     shapes = [(4, 16), (40, 16), (3, 5, 16), (400, 16), (4, 16)]
-    for taken, is_right in run_ranks(transfers_taken, 2, shapes, init={"tp_size": 2, **CUDA}):
+    for taken, is_right in run_ranks(transfers_taken, size, shapes, init={"tp_size": size, **CUDA}):
         assert taken == ["PeerTransfer"] * len(shapes)
         assert is_right
 

@@ -22,7 +22,7 @@ from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.shard import Shard
 from bmt_core.settings import MeshAxis
-from bmt_core.testing import rank_pool, run_ranks
+from bmt_core.testing import gpu_ranks, rank_pool, run_ranks
 
 WORLD_SIZES = [1, 2, 4]
 
@@ -193,7 +193,7 @@ def test_a_link_is_followed_and_its_target_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_models_on_devices_save_and_load(tmp_path: Path) -> None:
-    path, world_size = str(tmp_path / "model.pt"), min(2, torch.cuda.device_count())
+    path, world_size = str(tmp_path / "model.pt"), min(2, gpu_ranks())
     run_ranks(save_net, world_size, path, init={"device": "cuda"})
     assert not any(getattr(value, "is_cuda", False) for value in torch.load(path, weights_only=True).values())
     for init in ({"device": "cuda"}, {"device": "cpu"}):

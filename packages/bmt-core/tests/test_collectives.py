@@ -16,7 +16,7 @@ from bmt_core.comm.torch_backend import TorchGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import collectives as distributed
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
+from bmt_core.testing import gpu_ranks, run_ranks
 
 WORLD_SIZES = [1, 2, 4]
 OPS = ["sum", "avg", "max", "min", "prod"]
@@ -382,7 +382,7 @@ def on_the_device() -> None:
 
 @pytest.mark.gpu
 def test_tensors_of_devices_travel() -> None:
-    run_ranks(on_the_device, min(2, torch.cuda.device_count()), init={"device": "cuda"})
+    run_ranks(on_the_device, min(2, gpu_ranks()), init={"device": "cuda"})
 
 
 LENGTHS = (0, *range(484, 490), 5000)

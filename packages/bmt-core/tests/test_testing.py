@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_core.testing import Outcome, RankFailure, RankPool, rank_pool, run_ranks
+from bmt_core.settings import Launch
+from bmt_core.testing import Outcome, RankFailure, RankPool, gpu_ranks, pytest_plugin, rank_pool, run_ranks
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,37 @@ def test_what_a_job_changes_in_its_process_is_put_back() -> None:
 def test_env_reaches_the_ranks_of_one_run_only() -> None:
     assert run_ranks(environment, 2, "BMT_TEST_COLOUR", init=None, env={"BMT_TEST_COLOUR": "red"}) == ["red", "red"]
     assert run_ranks(environment, 2, "BMT_TEST_COLOUR", init=None) == [None, None]
+
+
+def launch() -> tuple[int, int, str | None]:
+    place = Launch.from_env()
+    return place.local_rank, place.local_world_size, os.environ.get("NCCL_HOSTID")
+
+
+def test_ranks_that_share_gpus_seem_to_be_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert run_ranks(launch, 3, init=None) == [(0, 3, None), (1, 3, None), (2, 3, None)]
+    assert gpu_ranks() == 2
+    monkeypatch.setenv("BMT_TEST_RANKS_PER_GPU", "2")
+    assert gpu_ranks() == 4
+    places = run_ranks(launch, 3, init=None)
+    assert [place[:2] for place in places] == [(0, 2), (1, 2), (0, 1)]
+    assert len({host for _, _, host in places}) == 3
+    monkeypatch.setenv("BMT_TEST_RANKS_PER_GPU", "0")
+    with pytest.raises(ValueError, match="BMT_TEST_RANKS_PER_GPU must be a number of ranks, at least 1, not '0'"):
+        gpu_ranks()
+
+
+def test_a_gpu_test_is_skipped_where_fewer_ranks_than_it_needs_have_one(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(request.node, "own_markers", [pytest.mark.gpu(2).mark, pytest.mark.gpu(4).mark])
+    with pytest.raises(pytest.skip.Exception, match="needs CUDA devices for 4 ranks, and there are those for 2"):
+        pytest_plugin.pytest_runtest_setup(request.node)
+    monkeypatch.setenv("BMT_TEST_RANKS_PER_GPU", "2")
+    pytest_plugin.pytest_runtest_setup(request.node)
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:

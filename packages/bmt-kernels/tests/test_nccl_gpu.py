@@ -14,14 +14,11 @@ import torch.distributed as dist
 from bmt_core.comm import LazyGroup, TorchGroup, all_gather_object, broadcast_object
 from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
 from bmt_core.run.runtime import current, synchronize
-from bmt_core.testing import RankPool, run_ranks
+from bmt_core.testing import RankPool, gpu_ranks, run_ranks
 from bmt_kernels.nccl import NcclError, NcclGroup
 
-RANKS = 4 if torch.cuda.device_count() >= 4 else 2
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(0 < torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+RANKS = 4 if gpu_ranks() >= 4 else 2
+pytestmark = pytest.mark.gpu(2)
 NATIVE: dict[str, Any] = {"device": "cuda", "comm_backend": "nccl-native"}
 SIZES = (1, 7, 1000, 4099, 1 << 20)
 ANY = (torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)

@@ -11,6 +11,7 @@ from zero_models import adam, plain, sharded
 from bmt_core.testing import run_ranks
 
 MIXED = (0, 3, 1)
+ON_GPUS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (1, 2, 4)]
 LEVELS = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3), MIXED, (3, 2, 3)]
 
 
@@ -59,25 +60,19 @@ def test_torchs_own_adamw_trains_the_shards(world_size: int, levels: tuple[int, 
     assert_equal(results, plain(optimizer=adam), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", ON_GPUS)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("levels", LEVELS, ids=str)
 def test_training_on_gpus_equals_plain_torch_on_the_cpu(
     world_size: int, levels: tuple[int, ...], use_checkpoint: bool
 ) -> None:
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     results = run_ranks(sharded, world_size, levels, use_checkpoint, init={"device": "cuda"}, timeout=120)
     assert_equal(results, plain(), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", ON_GPUS)
 @pytest.mark.parametrize("levels", [(0, 1, 2), (3, 3, 3)], ids=str)
 def test_bfloat16_accumulation_on_gpus_equals_plain_torch(world_size: int, levels: tuple[int, ...]) -> None:
-    if torch.cuda.device_count() < world_size:
-        pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     options: dict[str, Any] = {"dtype": torch.bfloat16, "lr": 0.01, "micro_batches": 3}
     results = run_ranks(sharded, world_size, levels, True, init={"device": "cuda"}, timeout=120, **options)
     assert_equal(results, plain(**options), rtol=0.05, atol=0.03)

@@ -18,7 +18,7 @@ from bmt_core import DistributedModule, RemoteError
 from bmt_core.params.owner import owner_of
 from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
+from bmt_core.testing import gpu_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
 
 BLOCKS = 6
@@ -375,7 +375,7 @@ def test_a_pass_that_fails_with_a_dead_rank_has_one_error() -> None:
 @pytest.mark.parametrize("levels", [[3, 3, 3], [2, 2, 2], [1, 1, 1], [0, 0, 0], [3, 1, 2]])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_delays_change_nothing(levels: list[int], use_checkpoint: bool) -> None:
-    size = min(torch.cuda.device_count(), 4)
+    size = min(gpu_ranks(), 4)
     init = {"device": "cuda"}
     expected = run_ranks(trained_with_delays, size, levels, use_checkpoint, 0, init=init)
     for cycles in (2_000_000, 1_000_001):

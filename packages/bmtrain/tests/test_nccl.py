@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core.testing import run_ranks
+from bmt_core.testing import gpu_ranks, run_ranks
 from bmtrain import nccl
 
 
@@ -82,7 +82,7 @@ def old_names_on_the_device() -> None:
 
 @pytest.mark.gpu
 def test_old_names_work_on_devices() -> None:
-    run_ranks(old_names_on_the_device, min(2, torch.cuda.device_count()), init={"device": "cuda"})
+    run_ranks(old_names_on_the_device, min(2, gpu_ranks()), init={"device": "cuda"})
 
 
 def test_before_init_it_says_to_call_init() -> None:

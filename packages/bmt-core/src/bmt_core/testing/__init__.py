@@ -13,7 +13,8 @@ The function runs between ``init_distributed()`` and ``shutdown()``. The process
 
 from __future__ import annotations
 
+from bmt_core.testing.gpus import gpu_ranks
 from bmt_core.testing.outcome import Outcome, RankError, RankFailure
 from bmt_core.testing.pool import RankPool, rank_pool, run_ranks
 
-__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "rank_pool", "run_ranks"]
+__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "gpu_ranks", "rank_pool", "run_ranks"]

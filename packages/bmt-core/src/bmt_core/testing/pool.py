@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore
 
+from bmt_core.testing.gpus import place_on_host
 from bmt_core.testing.job import FunctionReference, Job
 from bmt_core.testing.outcome import Outcome, RankFailure
 from bmt_core.testing.workers import Worker, Workers
@@ -150,12 +151,11 @@ def _finish(workers: Sequence[Worker], timeout: float, grace: float) -> None:
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets for the ranks of one host."""
+    """Return what torchrun sets for a rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
+        **place_on_host(rank, world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bmt_core.testing import pool
+from bmt_core.testing.gpus import RANKS_PER_GPU, gpu_ranks
 
 _PROPERTY = "ranks"
 _largest_run = 0
@@ -17,7 +18,7 @@ _largest_run = 0
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks, and note the size of every run of a pool."""
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "gpu(n=1): needs CUDA devices for n ranks; skipped where there are fewer")
     config.addinivalue_line("markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool")
     pool.on_run(_note_run)
     # torch looks up the host name of each socket's address. If no name server answers, that takes 5 seconds each time.
@@ -25,9 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests where there is no GPU."""
-    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+    """Skip GPU tests where there are too few GPUs."""
+    wanted = [mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")]
+    if not wanted:
+        return
+    if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device: torch.cuda.is_available() is False")
+    if max(wanted) > gpu_ranks():
+        pytest.skip(
+            f"needs CUDA devices for {max(wanted)} ranks, and there are those for {gpu_ranks()}; see {RANKS_PER_GPU}"
+        )
 
 
 @pytest.hookimpl(wrapper=True)
