@@ -47,8 +47,9 @@ def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, use_checkpoint
 
 @pytest.mark.gpu(4)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("grid", ["pp 4", "pp 2 x dp 2"])
-def test_on_four_gpus(grid: str, form: str) -> None:
+@pytest.mark.parametrize(("grid", "backend"), [("pp 4", "torch"), ("pp 4", "nccl-native"), ("pp 2 x dp 2", "torch")])
+def test_on_four_gpus(grid: str, backend: str, form: str) -> None:
     schedule, options = FORMS[form]
-    for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, 8, init={"device": "cuda"}, **options):
+    init = {"device": "cuda", "comm_backend": backend}
+    for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, 8, init=init, **options):
         compare(record, expected(LAYERS))

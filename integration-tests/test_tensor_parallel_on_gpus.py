@@ -118,9 +118,10 @@ def test_training_after_an_evaluation_that_was_the_first_to_exchange_rows() -> N
     assert all(run_ranks(evaluated_and_trained, 2, init={"tp_size": 2, **CUDA}))
 
 
-def test_without_the_compiled_kernels_rows_travel_by_collectives() -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def test_without_the_compiled_kernels_rows_travel_by_collectives(size: int) -> None:
     env = {"BMT_KERNELS": "reference"}
-    for taken, is_right in run_ranks(transfers_taken, 2, [(4, 16)], init={"tp_size": 2, **CUDA}, env=env):
+    for taken, is_right in run_ranks(transfers_taken, size, [(4, 16)], init={"tp_size": size, **CUDA}, env=env):
         assert taken == ["LaneTransfer"]
         assert is_right
 

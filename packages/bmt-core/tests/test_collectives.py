@@ -197,21 +197,45 @@ def test_slices_transposed_empty_and_0_dim_tensors_of_every_dtype(world_size: in
     run_ranks(on_any_tensor, world_size)
 
 
-def swapped_around_the_ring() -> None:
-    """What an exchange of one tensor for another does on a device, here by gloo."""
+def swapped() -> None:
+    """What an exchange between the ranks of a group of two does on a device, here by gloo."""
     group = bmt_core.current().world
     assert isinstance(group, TorchGroup)
-    for step in range(1, group.size):
-        to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
-        for dtype in (torch.bfloat16, torch.int64):  # one that NCCL and gloo know, and one that travels as bytes
-            for shape in ((3, 2), ()):
-                incoming = torch.empty(shape, dtype=dtype)
-                group._swap(torch.full(shape, group.rank, dtype=dtype), to, incoming, source)
-                assert torch.equal(incoming, torch.full(shape, source, dtype=dtype))
+    kinds = [torch.bfloat16, torch.int64]  # one that NCCL and gloo know, and one that travels as bytes
+    for shape in ((3, 2), ()):
+        for dtypes in itertools.product([*kinds, None], repeat=2):  # of what each rank sends
+            sent, received = dtypes[group.rank], dtypes[1 - group.rank]
+            outgoing = None if sent is None else torch.full(shape, group.rank, dtype=sent)
+            incoming = None if received is None else torch.empty(shape, dtype=received)
+            if outgoing is None and incoming is None:
+                continue
+            group._swap(outgoing, incoming)
+            if incoming is not None:
+                assert torch.equal(incoming, torch.full(shape, 1 - group.rank, dtype=received))
 
 
-def test_swap_sends_to_one_rank_and_receives_from_another() -> None:
-    run_ranks(swapped_around_the_ring, 3)
+def test_two_ranks_swap_tensors_or_one_sends() -> None:
+    run_ranks(swapped, 2)
+
+
+def sent_to_neighbours() -> None:
+    """Ranks exchange in pairs, while the others do something else."""
+    group, device = bmt_core.current().world, bmt_core.current().device
+    rank = group.rank
+    for left, right in ((0, 1), (1, 2), (2, 3), (3, 0)):
+        for both in (False, True):
+            found = torch.full((5,), -1.0, device=device)
+            own = torch.full((5,), float(rank), device=device)
+            if rank == left:
+                group.exchange([(own, right)], [(found, right)] if both else []).wait()
+            elif rank == right:
+                group.exchange([(own, left)] if both else [], [(found, left)]).wait()
+            expected = left if rank == right else right if both and rank == left else -1
+            assert found.tolist() == [expected] * 5
+
+
+def test_an_exchange_concerns_its_two_ranks_alone() -> None:
+    run_ranks(sent_to_neighbours, 4)
 
 
 def groups_of_one() -> list[list[float]]:
@@ -378,6 +402,11 @@ def on_the_device() -> None:
         elif bmt_core.rank() == 1:
             received = distributed.recv_activations(0)
             assert received.is_cuda and received.tolist() == [[1.0] * 3] * 2
+
+
+@pytest.mark.gpu(4)
+def test_on_devices_an_exchange_concerns_its_two_ranks_alone() -> None:
+    run_ranks(sent_to_neighbours, 4, init={"device": "cuda"})
 
 
 @pytest.mark.gpu

@@ -303,6 +303,7 @@ def wherever_it_is(seconds: float = 20.0) -> None:
     [
         ({"status": 600}, "has not finished within 0.2 s: another rank has left, hangs, or made other calls"),
         ({"status": 700}, "failed: the device reports CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ({"status": 600, "async_error": 6}, r"failed: remote process exited \(.*\)"),
     ],
 )
 def test_work_that_never_ends_is_aborted_and_raises_where_the_main_thread_is(
@@ -330,7 +331,7 @@ def test_work_that_never_ends_is_aborted_and_raises_where_the_main_thread_is(
 def test_an_error_that_nccl_finds_in_the_background_is_raised(fakes: Fakes) -> None:
     made = fakes.engine()
     fakes.communicator(made)
-    with pytest.raises(NcclError, match=r"NCCL failed on rank 6 in the group of ranks .* remote process exited"):
+    with pytest.raises(NcclError, match=r"^NCCL on rank 6 in the group of ranks .* failed: remote process exited"):
         fakes["async_error"] = 6
         wherever_it_is()
     assert not made.close(1.0)

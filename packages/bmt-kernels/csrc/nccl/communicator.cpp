@@ -301,6 +301,7 @@ std::string Communicator::examine() {
         return {};
     }
     const auto now = Clock::now();
+    std::string call = "NCCL";
     {
         const std::lock_guard lock(pending_mutex_);
         int status = 0;
@@ -311,14 +312,18 @@ std::string Communicator::examine() {
         }
         if (!pending_.empty()) {
             const Pending& oldest = pending_.front();
+            call = described(oldest.call);
             if (status != cuda_not_ready) {
-                return described(oldest.call) + " " + where() + " failed: " + reported(status);
+                return call + " " + where() + " failed: " + reported(status);
             }
             if (now - std::max(oldest.issued, idle_since_) > core_->timeout) {
-                return described(oldest.call) + " " + where() + late(" has not finished");
+                return call + " " + where() + late(" has not finished");
             }
-        } else if (starting_ && now - starting_->issued > core_->timeout) {
-            return described(starting_->call) + " " + where() + late(" could not begin");
+        } else if (starting_) {
+            call = described(starting_->call);
+            if (now - starting_->issued > core_->timeout) {
+                return call + " " + where() + late(" could not begin");
+            }
         }
     }
     const std::lock_guard lock(life_mutex_);
@@ -329,7 +334,7 @@ std::string Communicator::examine() {
     Result result = success;
     const Result asked = core_->library.api.comm_get_async_error(comm, &result);
     if (asked != success || result != success) {
-        return "NCCL failed " + where() + ": " + core_->library.describe(asked != success ? asked : result, comm);
+        return call + " " + where() + " failed: " + core_->library.describe(asked != success ? asked : result, comm);
     }
     return {};
 }

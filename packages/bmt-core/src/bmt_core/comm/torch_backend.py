@@ -116,18 +116,9 @@ class TorchGroup(Group):
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
         """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
-        if len(sends) == len(recvs) == 1 and sends[0][0].is_cuda:
-            self._swap(*sends[0], *recvs[0])
-            return Finished()
-        outgoing, incoming = ({peer: _bytes(tensor) for tensor, peer in batch} for batch in (sends, recvs))
-        tensors = [*outgoing.values(), *incoming.values()]
-        if tensors and tensors[0].is_cuda and len(outgoing) == len(sends) and len(incoming) == len(recvs):
-            # Torch's batches of sends and receives take the host several times as long, for the same call of NCCL's.
-            nothing = tensors[0][:0]
-            received, given = (
-                [batch.get(rank, nothing) for rank in range(self.size)] for batch in (incoming, outgoing)
-            )
-            dist.all_to_all(received, given, group=self.process_group)
+        tensors = [tensor for tensor, _ in (*sends, *recvs)]
+        if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and tensors and tensors[0].is_cuda:
+            self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
         operations = [
@@ -137,15 +128,23 @@ class TorchGroup(Group):
         peers = sorted({self.ranks[peer] for _, peer in (*sends, *recvs)})
         return self._guarded(AllOf(works), f"an exchange with ranks {', '.join(map(str, peers))}")
 
-    def _swap(self, outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int) -> None:
-        """Send one tensor and receive one, on the current stream of a device: an all-to-all in which most parts are empty.
+    def _swap(self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None) -> None:
+        """Send to the other rank of a group of two, receive from it, or both, on the current stream: an all-to-all.
 
-        Tensor-parallel layers do so many times in each block. The process group is called itself, because torch's function around
-        it takes the host as long again.
+        Torch's batches of sends and receives take the host several times as long, for the same call of NCCL's. In a larger group an
+        all-to-all would wait for ranks that do not take part: torch sends empty parts, too. The process group is called itself,
+        because torch's function around it takes the host as long again.
         """
-        sent, received = _sendable(outgoing), _sendable(incoming)
-        sizes_sent, sizes_received = [0] * self.size, [0] * self.size
-        sizes_sent[dst], sizes_received[src] = sent.shape[0], received.shape[0]
+        sent = None if outgoing is None else _sendable(outgoing)
+        received = None if incoming is None else _sendable(incoming)
+        if sent is None or received is None:
+            some = received if sent is None else sent
+            assert some is not None
+            sent, received = some[:0] if sent is None else sent, some[:0] if received is None else received
+        elif sent.dtype != received.dtype:
+            sent, received = _bytes(sent), _bytes(received)
+        sizes_sent, sizes_received = [0, 0], [0, 0]
+        sizes_sent[1 - self.rank], sizes_received[1 - self.rank] = sent.shape[0], received.shape[0]
         work = _all_to_all_single(self.process_group, received, sent, sizes_received, sizes_sent, _ON_CURRENT_STREAM)
         if work is not None:
             work.wait()
