@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,8 +24,10 @@ from pipeline_trainings import (
     whole_gradients,
 )
 from torch import nn
+from torch.distributed import TCPStore
 
 from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import train_step
 
@@ -97,3 +102,28 @@ def test_gradients_of_joined_micro_batches_are_those_of_plain_torch(
                 assert gradient.dtype == dtype
                 error = (gradient.double() - wanted[name]).norm() / wanted[name].norm()
                 assert error < tolerance, (form, name, error)
+
+
+def goes_on() -> None:
+    """Take a step in which stage 0 can end its third micro-batch only after stage 1 has begun its second one.
+
+    Before that, stage 1 sends for the first time what its layer returns, which stage 0 takes after its fourth micro-batch.
+    """
+    runtime = current()
+    model = Piped(4, 0, False, chunks=2)
+    store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=20))
+    calls = itertools.count()
+
+    def meet(module: nn.Module, args: Any) -> None:
+        if (runtime.rank, call := next(calls)) == (1, 1):
+            store.set("stage 1 has begun its second micro-batch", b"")
+        elif (runtime.rank, call) == (0, 2):
+            store.wait(["stage 1 has begun its second micro-batch"])
+
+    model.layers.layers()[0].register_forward_pre_hook(meet)
+    ids, targets = (x[0] for x in text())
+    train_step(model, loss_of, (ids, targets), "gpipe", 4, manager=OptimManager())
+
+
+def test_a_stage_that_tells_shapes_does_not_wait_until_they_are_taken() -> None:
+    run_ranks(goes_on, 2, init={"pipe_size": 2})

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bmt_core.comm.objects import recv_object, send_object
+from bmt_core.comm.objects import SentObject, recv_object
+from bmt_core.comm.protocols import Work
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
@@ -40,7 +41,7 @@ class Transfers:
         self._device = current().device
         lanes = current().lanes
         self._lanes = {edge: lanes.named(_lane_name(*edge, self._group.size)) for edge in edges}
-        self._sent: list[tuple[Mark, torch.Tensor, int]] = []
+        self._sent: list[tuple[Mark | Work, torch.Tensor | None, int]] = []
         for name in sorted({lane.name for lane in self._lanes.values()}):
             # A lane's first operation waits for all members.
             lane = lanes.named(name)
@@ -50,9 +51,12 @@ class Transfers:
             self._connect(edge)
 
     def send_layout(self, layout: Any, destination: int) -> None:
-        """Send the layout of the tensors that follow to the stage ``destination``."""
+        """Start to send the layout of the tensors that follow to the stage ``destination``.
+
+        To wait for that stage could block both: it may wait for tensors that this stage is to receive next.
+        """
         with waiting_for([destination], f"to take what stage {self._stage} sends"):
-            send_object(layout, self._group, destination)
+            self._sent.append((SentObject(layout, self._group, destination), None, destination))
 
     def receive_layout(self, source: int) -> Any:
         """Return what the stage ``source`` sends by :meth:`send_layout`."""
@@ -108,7 +112,7 @@ class Transfers:
         return lane, lane.group(self._group)
 
 
-def _has_arrived(mark: Mark) -> bool:
+def _has_arrived(mark: Mark | Work) -> bool:
     """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. Only a GPU can be asked."""
     return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]  # torch does not annotate it
 

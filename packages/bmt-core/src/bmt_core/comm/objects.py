@@ -73,16 +73,24 @@ def _broadcasted(obj: object, group: Group, src: int) -> Any:
     return pickle.loads(start + _bytes_of(rest))
 
 
-def send_object(obj: object, group: Group, dst: int) -> None:
-    """Send ``obj`` to the group's rank ``dst``, which calls :func:`recv_object`."""
-    with _messages():
-        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        group.send(torch.tensor([payload.numel()]), dst).wait()
-        group.send(payload, dst).wait()
+class SentObject:
+    """The :class:`Work` of sending ``obj`` to the group's rank ``dst``, which calls :func:`recv_object`. It starts at once."""
+
+    def __init__(self, obj: object, group: Group, dst: int) -> None:
+        with _messages():
+            payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+            self._tensors = torch.tensor([payload.numel()]), payload  # kept until they are sent
+            self._works = [group.send(tensor, dst) for tensor in self._tensors]
+
+    def wait(self) -> None:
+        """Wait until the other rank has the object."""
+        with _messages():
+            for work in self._works:
+                work.wait()
 
 
 def recv_object(group: Group, src: int) -> Any:
-    """Return what the group's rank ``src`` sends by :func:`send_object`."""
+    """Return what the group's rank ``src`` sends by :class:`SentObject`."""
     with _messages():
         size = torch.zeros(1, dtype=torch.int64)
         group.recv(size, src).wait()

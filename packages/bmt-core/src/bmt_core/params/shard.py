@@ -83,7 +83,7 @@ class Shard:
             return part.reshape(self.shape) if self.group.rank == root else None
         own = part.contiguous()
         if self.group.rank != root:
-            self.group.exchange([(own, root)], []).wait()  # empty ones too: all members take part
+            self.group.exchange([(own, root)], []).wait()  # empty ones too: the root receives from all
             return None
         whole = torch.empty(self.numel, dtype=part.dtype, device=part.device)
         whole[self.start : self.end] = own
