@@ -21,6 +21,9 @@ CASES = [
 # By number of ranks, pipe_size and tp_size, with layers on stages: lists and schedules, several pipelines, a step that fails.
 PIPELINED = {(2, 2, 1): [200, 201], (4, 2, 1): [11], (4, 2, 2): [50]}
 
+# On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have found mistakes.
+ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
+
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
 @pytest.mark.parametrize(("world_size", "tp", "seed"), CASES)
@@ -38,3 +41,14 @@ def test_a_random_training_on_stages_equals_plain_torch(
 ) -> None:
     plan = draw(seed, tp, pp)
     assert differences(plan, world_size, str(tmp_path)) == [], plan
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("world_size", "pp", "tp", "seed"), [pytest.param(*case, marks=pytest.mark.gpu(case[0])) for case in ON_GPUS]
+)
+def test_a_random_training_on_gpus_equals_plain_torch(
+    world_size: int, pp: int | None, tp: int | None, seed: int, tmp_path: Path
+) -> None:
+    plan = draw(seed, tp, pp)
+    assert differences(plan, world_size, str(tmp_path), "cuda", timeout=120) == [], plan
