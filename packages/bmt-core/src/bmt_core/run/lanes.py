@@ -1,9 +1,9 @@
 """Lanes: where collectives run beside the computation.
 
 A run has two, one that gathers parameters and one that reduces gradients; a package asks for more by name. On CUDA a
-lane is a stream with communicators of its own, for on one communicator, or one stream, the two directions would wait
-for each other. On the CPU a started collective proceeds by itself. One thread issues everything, in one order, on every
-rank alike.
+lane is a stream. Collectives on one communicator wait for each other, so the lanes have communicators of their own
+(:meth:`Lane.group`), but for the one that gathers. On the CPU a started collective proceeds by itself. One thread issues
+everything, in one order, on every rank alike.
 
 [Note: buffer lifetime] Memory belongs to the stream on which it was allocated: the allocator hands it out again, to that
 stream, as soon as it is freed, whatever other streams still do with it. So what a lane fills is allocated *in* the lane
