@@ -30,24 +30,24 @@ def main() -> int:
     first, _, end = options.seeds.partition(":")
     last_begin = time.monotonic() + options.seconds
     trainings = failures = 0
-    for seed in range(int(first), int(end or int(first) + 1)):
-        for world_size in map(int, options.ranks.split(",")):
-            if time.monotonic() > last_begin:
-                break
-            trainings += 1
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    messages = differences(draw(seed, options.tp, options.pp), world_size, folder, options.device)
-                except Exception as error:  # of the comparison's own process or of a rank: the next seed may do better
-                    messages = [str(error)]
-            if messages:
-                failures += 1
-                print(
-                    f"seed {seed} on {world_size} ranks: {len(messages)} differences",
-                    *messages[:5],
-                    sep="\n  ",
-                    flush=True,
-                )
+    sizes = [int(size) for size in options.ranks.split(",")]
+    for seed, world_size in ((s, size) for s in range(int(first), int(end or int(first) + 1)) for size in sizes):
+        if time.monotonic() > last_begin:
+            break
+        trainings += 1
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                messages = differences(draw(seed, options.tp, options.pp), world_size, folder, options.device)
+            except Exception as error:  # of the comparison's own process or of a rank: the next seed may do better
+                messages = [str(error)]
+        if messages:
+            failures += 1
+            print(
+                f"seed {seed} on {world_size} ranks: {len(messages)} differences",
+                *messages[:5],
+                sep="\n  ",
+                flush=True,
+            )
     print(f"{failures} of {trainings} trainings differ")
     return 1 if failures else 0
 

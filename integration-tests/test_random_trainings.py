@@ -21,7 +21,7 @@ CASES = [
 # By number of ranks, pipe_size and tp_size, with layers on stages: lists and schedules, several pipelines, a step that fails.
 PIPELINED = {(2, 2, 1): [200, 201], (4, 2, 1): [11], (4, 2, 2): [50]}
 
-# On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have found mistakes.
+# On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have hung: see docs/benchmarks.md.
 ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
 
 

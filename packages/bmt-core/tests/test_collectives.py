@@ -214,6 +214,17 @@ def swapped() -> None:
                 assert torch.equal(incoming, torch.full(shape, 1 - group.rank, dtype=received))
 
 
+def refused_exchanges() -> None:
+    group, sent = bmt_core.current().world, torch.ones(3)
+    for peer in (group.rank, 5, -1):
+        with pytest.raises(ValueError, match=rf"ranks \(0, 1\), and not {group.rank}, .* They are \[{peer}, {peer}\]"):
+            group.exchange([(sent, peer)], [(torch.empty_like(sent), peer)])
+
+
+def test_an_exchange_with_itself_or_with_nobody_is_refused() -> None:
+    run_ranks(refused_exchanges, 2)
+
+
 def test_two_ranks_swap_tensors_or_one_sends() -> None:
     run_ranks(swapped, 2)
 

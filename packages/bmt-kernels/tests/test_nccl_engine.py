@@ -184,6 +184,18 @@ def test_members_that_never_connect_are_an_error_for_whoever_waits_for_them(fake
     made.close(0.0)
 
 
+def test_an_error_that_nccl_finds_while_a_call_begins_names_the_call(fakes: Fakes) -> None:
+    made = fakes.engine()
+    group = fakes.communicator(made)
+    fakes["blocks"] = 1
+    threading.Timer(SHORT, lambda: fakes.__setitem__("async_error", 6)).start()
+    with pytest.raises(NcclError, match=r"^send of 16 bytes to rank 4 on rank 6 in .* failed: remote process exited"):
+        group.exchange([(BUFFER.data_ptr(), BUFFER.nbytes, 0)], [], 0)
+    fakes["blocks"] = 0
+    wait_until(lambda: fakes["aborted"] == 1)
+    made.close(0.0)
+
+
 def test_a_communicator_is_aborted_when_the_call_that_looks_for_a_dead_member_has_come_out(fakes: Fakes) -> None:
     made = fakes.engine(timeout=SHORT)
     groups = [fakes.communicator(made), fakes.communicator(made)]

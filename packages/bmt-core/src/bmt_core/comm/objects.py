@@ -74,7 +74,10 @@ def _broadcasted(obj: object, group: Group, src: int) -> Any:
 
 
 class SentObject:
-    """The :class:`Work` of sending ``obj`` to the group's rank ``dst``, which calls :func:`recv_object`. It starts at once."""
+    """The :class:`Work` of sending ``obj`` to the group's rank ``dst``, which calls :func:`recv_object`.
+
+    Sending starts at once. Keep this until :meth:`wait` has returned.
+    """
 
     def __init__(self, obj: object, group: Group, dst: int) -> None:
         with _messages():

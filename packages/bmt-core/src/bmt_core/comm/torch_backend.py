@@ -116,8 +116,13 @@ class TorchGroup(Group):
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
         """See :meth:`Group.exchange`; NCCL starts the batch as one group."""
-        tensors = [tensor for tensor, _ in (*sends, *recvs)]
-        if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and tensors and tensors[0].is_cuda:
+        both = [*sends, *recvs]
+        if not all(0 <= peer < self.size and peer != self.rank for _, peer in both):
+            raise ValueError(
+                f"The peers of an exchange must be indices of the group's ranks {self.ranks}, and not {self.rank}, which is this"
+                f" rank's own. They are {[peer for _, peer in both]}."
+            )
+        if self.size == 2 and len(sends) < 2 and len(recvs) < 2 and both and both[0][0].is_cuda:
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]

@@ -1,8 +1,8 @@
 """Lanes: where collectives run beside the computation.
 
 A run has two, one that gathers parameters and one that reduces gradients; a package asks for more by name. On CUDA a
-lane is a stream. Collectives on one communicator wait for each other, so the lanes have communicators of their own
-(:meth:`Lane.group`), but for the one that gathers. On the CPU a started collective proceeds by itself. One thread issues
+lane is a stream. Collectives on one communicator wait for each other, so every lane but the gathering one has
+communicators of its own (:meth:`Lane.group`). On the CPU a started collective proceeds by itself. One thread issues
 everything, in one order, on every rank alike.
 
 [Note: buffer lifetime] Memory belongs to the stream on which it was allocated: the allocator hands it out again, to that

@@ -8,7 +8,6 @@ events and memory behave as they do with a GPU for every rank.
 from __future__ import annotations
 
 import os
-import uuid
 
 import torch
 
@@ -22,11 +21,12 @@ def gpu_ranks() -> int:
 
 def place_on_host(rank: int, world_size: int) -> dict[str, str]:
     """Return the environment variables that tell a rank its place on its host, and so its GPU."""
-    if _ranks_per_gpu() == 1 or torch.cuda.device_count() == 0:
-        return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     gpus = torch.cuda.device_count()
-    on_this_host = min(gpus, world_size - rank // gpus * gpus)
-    return {"LOCAL_RANK": str(rank % gpus), "LOCAL_WORLD_SIZE": str(on_this_host), "NCCL_HOSTID": uuid.uuid4().hex}
+    if _ranks_per_gpu() == 1 or gpus == 0:
+        return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+    host, place = divmod(rank, gpus)
+    on_host = min(gpus, world_size - host * gpus)
+    return {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(on_host), "NCCL_HOSTID": f"bmt-{host}"}
 
 
 def _ranks_per_gpu() -> int:

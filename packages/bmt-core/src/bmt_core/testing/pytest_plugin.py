@@ -18,7 +18,9 @@ _largest_run = 0
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks, and note the size of every run of a pool."""
-    config.addinivalue_line("markers", "gpu(n=1): needs CUDA devices for n ranks; skipped where there are fewer")
+    config.addinivalue_line(
+        "markers", "gpu(n): needs CUDA devices for n ranks (default: 1); skipped where there are fewer"
+    )
     config.addinivalue_line("markers", "ranks(n): starts n ranks by itself (torchrun), counted like a run of the pool")
     pool.on_run(_note_run)
     # torch looks up the host name of each socket's address. If no name server answers, that takes 5 seconds each time.
@@ -27,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip GPU tests where there are too few GPUs."""
-    wanted = [mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")]
+    wanted = [_ranks_of(*mark.args, **mark.kwargs) for mark in item.iter_markers("gpu")]
     if not wanted:
         return
     if not torch.cuda.is_available():
@@ -66,6 +68,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def run_ranks_fixture() -> Callable[..., list[Any]]:
     """The function :func:`bmt_core.testing.run_ranks`."""
     return pool.run_ranks
+
+
+def _ranks_of(n: int = 1) -> int:
+    return n
 
 
 def _note_run(world_size: int) -> None:
