@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_trainings import Piped, loss_of, text
+from pipeline_trainings import Piped, loss_of, text, whole_gradients
 
+from bmt_core import DistributedParameter, RemoteError
 from bmt_core.run.runtime import current
 from bmt_core.testing import rank_pool, run_ranks
 from bmt_optim import OptimManager
@@ -244,3 +246,39 @@ def test_a_failure_in_the_backward_of_one_pipeline_is_none_of_the_forward_of_ano
     for raised in run_ranks(where_both_pipelines_fail, 4, init=init):
         assert len(raised) == 1, raised
         assert raised[0].startswith("backward of step 0: ") and "no luck" in raised[0]
+
+
+def cleared_after_a_failure(level: int, use_checkpoint: bool, schedule: str | None) -> bool:
+    """Whether ``model.zero_grad()`` leaves nothing of a backward that failed on stage 0 in its second micro-batch."""
+    model = Piped(2, level, use_checkpoint)
+    ids, targets = (x[0] for x in text())
+
+    def backward() -> dict[str, torch.Tensor]:
+        if schedule is None:
+            loss_of(model(ids), targets).backward()  # type: ignore[no-untyped-call]
+        else:
+            train_step(model, loss_of, (ids, targets), schedule, 2)
+        return whole_gradients(model)
+
+    expected = backward()
+    model.zero_grad()
+    calls = itertools.count()
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        if next(calls) == 1 and current().rank == 0:
+            output.register_hook(interrupt)
+
+    handle = model.layers.layers()[0].register_forward_hook(hook)
+    with pytest.raises((Interrupt, RemoteError)):
+        backward()
+    handle.remove()
+    assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+    model.zero_grad()
+    found = backward()
+    return found.keys() == expected.keys() and all(torch.allclose(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_a_model_clears_what_a_failed_backward_has_left(level: int, use_checkpoint: bool, schedule: str | None) -> None:
+    assert run_ranks(cleared_after_a_failure, 2, level, use_checkpoint, schedule, init={"pipe_size": 2}) == [True] * 2

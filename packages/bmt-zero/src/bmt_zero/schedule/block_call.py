@@ -336,8 +336,29 @@ class _EndOfPass:
     def __del__(self) -> None:
         # On the CPU torch frees it at once, on the thread that called backward. On GPUs another thread may do so at any time.
         if self._call is not None and self._call.block.run.device.type == "cpu":
-            with suppress(RemoteError):  # a rank that has died: the pass has failed with the error that says so
-                self._call.block.run.end_failed_passes()
+            _end_failed_passes(self._call)
+
+
+class _EndOfOuterPass:
+    """A callback for the end of a backward pass in which another one has failed: a list on stages runs some in its backward."""
+
+    def __init__(self, call: BlockCall) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        """Do nothing yet: the pass is under way until torch has let go of its callbacks."""
+
+    def __del__(self) -> None:
+        _end_failed_passes(self._call)
+
+
+def _end_failed_passes(call: BlockCall) -> None:
+    """Release what the pass of ``call``, which has failed, holds, once no backward pass is under way."""
+    if backward_pass() != -1:
+        when_backward_ends(_EndOfOuterPass(call))
+        return
+    with suppress(RemoteError):  # a rank that has died: the pass has failed with the error that says so
+        call.block.run.end_failed_passes()
 
 
 def _with_gradients_of(
