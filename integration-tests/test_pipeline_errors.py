@@ -15,7 +15,7 @@ from torch import nn
 
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
-from bmt_pipeline import PipelineTransformerBlockList, make_schedule, train_step
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, make_schedule, train_step
 from bmt_pipeline.pipelined_call import PipelinedCall
 from bmt_zero import Block
 
@@ -26,6 +26,27 @@ class Headed(Piped):
     def __init__(self) -> None:
         super().__init__(4, 3, True)
         self.head = Block(nn.Linear(8, 8).double())
+
+
+class TakesAFunction(nn.Linear):
+    """A layer that is called with a function, which cannot be pickled."""
+
+    def forward(self, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return function(super().forward(x))
+
+
+class PassesAFunction(PipelineModel):
+    """Passes a function from layer to layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = PipelineTransformerBlockList([TakesAFunction(WIDTH, WIDTH) for _ in range(4)])
+
+    def before_layers(self, ids: torch.Tensor) -> tuple[Any, ...]:
+        return ids[..., None].float().repeat(1, 1, WIDTH), lambda x: x + 1
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
 
 def layers(count: int = 4) -> list[Mlp]:
@@ -85,6 +106,7 @@ def refusals() -> dict[str, tuple[str, str]]:
         "micro-batches of ranks": lambda: step(model, num_micro_batches=2 * (1 + rank)),
         "loss with dims": lambda: step(model, loss=lambda logits, targets: logits),
         "block after the layers": lambda: step(Headed()),
+        "a function between stages": lambda: step(PassesAFunction()),
     }
     found = {}
     for name, attempt in tries.items():
@@ -129,6 +151,10 @@ def test_what_cannot_be_done_is_refused_on_all_ranks_at_once() -> None:
     for rank, found in enumerate(results):
         of_loss = found.pop("loss with dims")
         assert of_loss[0] == ("RemoteError", "ValueError")[rank] and "(4, 3, 11) float64" in of_loss[1]
+        kind, message = found.pop("a function between stages")
+        assert (
+            kind == ("TypeError", "RemoteError")[rank] and "that another stage computes on must be picklable" in message
+        )
         assert found.keys() == REFUSALS.keys()
         for name, (kind, message) in found.items():
             assert kind == REFUSALS[name][0] and REFUSALS[name][1] in message, (name, kind, message)

@@ -39,6 +39,15 @@ class Layout:
             pickle.dumps(self._value).hex() if " at 0x" in text else text
         )  # addresses of objects differ between ranks
 
+    def check_can_be_sent(self) -> None:
+        """Raise ``TypeError`` if a value cannot be pickled."""
+        try:
+            pickle.dumps(self._value)
+        except Exception as error:  # pickle raises many types
+            raise TypeError(
+                f"The output of a part that another stage computes on must be picklable: {error}"
+            ) from error
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the meta tensors, in order."""
         return tensors_in(self._value)

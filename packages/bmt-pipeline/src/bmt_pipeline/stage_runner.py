@@ -164,6 +164,8 @@ class StageRunner:
         with self._batch_parts.forward(part, action.micro_batch):
             output = chunk.forward(action.micro_batch, inputs)
         layout = Layout(output)
+        if part + 1 in self._untold:
+            layout.check_can_be_sent()
         if self._layouts.setdefault(part + 1, layout) != layout:
             raise ValueError(
                 f"Part {part} of the model returned {layout}, but {self._layouts[part + 1]} for another micro-batch of the same"

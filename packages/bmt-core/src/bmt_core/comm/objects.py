@@ -87,9 +87,8 @@ class SentObject:
 
     def wait(self) -> None:
         """Wait until the other rank has the object."""
-        with _messages():
-            for work in self._works:
-                work.wait()
+        for work in self._works:
+            work.wait()
 
 
 def recv_object(group: Group, src: int) -> Any:
