@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from typing import Any
 from unittest.mock import patch
 
@@ -14,12 +15,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import full_gradient
 
-from bmt_core import DistributedModule, RemoteError
+from bmt_core import DistributedModule, DistributedParameter, RemoteError
 from bmt_core.params.owner import owner_of
 from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
 from bmt_core.testing import gpu_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
+from bmt_zero.schedule.block_call import _EndOfPass
 
 BLOCKS = 6
 
@@ -347,6 +349,50 @@ def second_graph_after_a_failure(level: int, dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_graph_made_before_another_one_failed_has_its_own_gradients(level: int, dtype: torch.dtype) -> None:
     assert run_ranks(second_graph_after_a_failure, 2, level, dtype) == [[2.0, 2.0]] * 2
+
+
+def cleared_by_the_model(level: int) -> None:
+    """The second of two backward passes fails on each rank; then a thread lists the parameters, and the model clears them."""
+    model = nn.Sequential(*[Block(Failing(), zero_level=level) for _ in range(2)])
+    x = torch.ones(1, 2, device=current().device)
+
+    def gradients() -> list[torch.Tensor | None]:
+        model(x).sum().backward()
+        return [full_gradient(parameter) for parameter in model.parameters()]
+
+    model[1].fails = False
+    with pytest.raises(ValueError, match="on purpose"):
+        gradients()
+    model.zero_grad()
+    model[0].fails = False
+    expected = gradients()
+    model[0].fails = True
+    with pytest.raises(ValueError, match="on purpose"):
+        gradients()
+    thread = threading.Thread(target=lambda: list(model.parameters()))
+    thread.start()
+    thread.join()
+    assert model[0]._bmt_block.block.run.calls_in_pass  # a thread must not end what another one may be running
+    model.zero_grad()
+    assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+    model[0].fails = False
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+
+
+def cleared_though_torch_frees_late(level: int) -> None:
+    with patch.object(_EndOfPass, "__del__", lambda callback: None):  # as on GPUs, where another thread frees a failed pass
+        cleared_by_the_model(level)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_model_clears_the_gradients_of_a_failed_backward_though_torch_frees_it_late(level: int) -> None:
+    run_ranks(cleared_though_torch_frees_late, 2, level)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_on_gpus_a_model_clears_the_gradients_of_a_failed_backward(level: int) -> None:
+    run_ranks(cleared_by_the_model, 2, level, init={"device": "cuda"})
 
 
 def errors_beside_that_of_a_failed_pass() -> list[str]:

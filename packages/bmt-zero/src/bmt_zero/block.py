@@ -124,6 +124,12 @@ class Block(nn.Module):
             return compiled_forward(type(self).__dict__["_bmt_extends"][1], recomputes)(self, *args, **kwargs)
         return super().forward(*args, **kwargs)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """See ``nn.Module``. All that lists parameters goes through it, so it finds those that a failed backward pass had gathered."""
+        if "_bmt_block" in self.__dict__:
+            self._bmt_block.block.run.before_listing_parameters()
+        yield from super().named_modules(*args, **kwargs)
+
     def set_use(self, use: BlockUse) -> None:
         """Set the :class:`BlockUse` of the following calls. For schedules and gradient accumulation."""
         self._bmt_block.use = use

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from contextlib import ExitStack
@@ -52,6 +53,7 @@ class ZeroRun:
         """The calls that take part in a backward pass that has not ended."""
         self.calls_at_rest: dict[int, list[ShardedGroup]] = {}
         """By the number of a call at rest: the groups whose buffers it keeps. See [Note: calls at rest]."""
+        self._calling_thread = threading.get_ident()
         self._warns_of_lists = runtime.rank == 0
         self.module_changes = ModuleChanges(runtime.device, self._is_gathered)
         self._handles = [
@@ -65,8 +67,16 @@ class ZeroRun:
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 
+    def before_listing_parameters(self) -> None:
+        """Put the parameters of a failed backward pass back into the modules, before ``model.zero_grad()`` looks for them there.
+
+        Only on the thread that calls the model: while another thread lists parameters, a backward pass may be under way.
+        """
+        if self.calls_in_pass and threading.get_ident() == self._calling_thread:
+            self.end_failed_passes()
+
     def end_failed_passes(self) -> None:
-        """Release what failed backward passes hold. Called at the same points on every rank: at a call, a step or a state_dict.
+        """Release what failed backward passes hold, at a call, a step, a state_dict, or before parameters are listed.
 
         torch may free the graph of a failed pass at any time (on GPUs on another thread), at different times on different ranks. So
         all calls, those of other graphs too, release what they hold, and everything is gathered again.
@@ -96,6 +106,8 @@ class ZeroRun:
             )
 
     def _call_begins(self, module: nn.Module) -> CallEnd:
+        if backward_pass() == -1:  # on GPUs, what backward computes again is called on torch's thread
+            self._calling_thread = threading.get_ident()
         self.end_failed_passes()
         end = self.outside.call_begins(module)
         if "_bmt_block" not in module.__dict__:  # a block notes its own call
