@@ -282,3 +282,39 @@ def cleared_after_a_failure(level: int, use_checkpoint: bool, schedule: str | No
 @pytest.mark.parametrize("schedule", [None, "1f1b"])
 def test_a_model_clears_what_a_failed_backward_has_left(level: int, use_checkpoint: bool, schedule: str | None) -> None:
     assert run_ranks(cleared_after_a_failure, 2, level, use_checkpoint, schedule, init={"pipe_size": 2}) == [True] * 2
+
+
+def errors_after_an_interrupt(schedule: str | None) -> list[str]:
+    """What is raised by the step in which all stages are interrupted, and by the next one. Stage 0 is a micro-batch ahead."""
+    model = Piped(4, 3, True)
+    ids, targets = (x[0] for x in text())
+    calls = itertools.count(current().rank)
+
+    def interrupt_in_time(*_: Any) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    model.layers.layers()[0].register_forward_hook(interrupt_in_time)
+    found = []
+    for _ in range(2):
+        try:
+            if schedule is None:
+                model(ids)
+            else:
+                train_step(model, loss_of, (ids, targets), schedule, 2)
+        except (KeyboardInterrupt, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    store = current().backend.context.store
+    assert store is not None
+    store.set(f"interrupted/{current().rank}", "")
+    store.wait([f"interrupted/{rank}" for rank in range(2)])  # who ends earlier fails the stage that still receives
+    return found
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_no_step_follows_one_that_was_interrupted(schedule: str | None) -> None:
+    for interrupted, refused in run_ranks(errors_after_an_interrupt, 2, schedule, init={"pipe_size": 2}):
+        assert interrupted == "KeyboardInterrupt: "
+        assert refused.startswith(
+            "RuntimeError: KeyboardInterrupt ended a step of the pipeline in the middle of its transfers"
+        )

@@ -380,7 +380,9 @@ def cleared_by_the_model(level: int) -> None:
 
 
 def cleared_though_torch_frees_late(level: int) -> None:
-    with patch.object(_EndOfPass, "__del__", lambda callback: None):  # as on GPUs, where another thread frees a failed pass
+    with patch.object(
+        _EndOfPass, "__del__", lambda callback: None
+    ):  # as on GPUs, where another thread frees a failed pass
         cleared_by_the_model(level)
 
 

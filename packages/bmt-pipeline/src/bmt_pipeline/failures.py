@@ -8,6 +8,8 @@ ended, or after the timeout.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,6 +19,7 @@ from bmt_core.run.runtime import Runtime, current
 from bmt_pipeline.pipeline_ranks import num_stages
 
 _steps: WeakKeyDictionary[Runtime, int] = WeakKeyDictionary()
+_broken: WeakKeyDictionary[Runtime, str] = WeakKeyDictionary()  # what ended a step before its last transfer
 
 
 class Failure(NamedTuple):
@@ -27,8 +30,26 @@ class Failure(NamedTuple):
 
 
 def begin_step() -> None:
-    """Count a new step, call of a list, or its backward: a failure of an earlier one, which was caught, is not raised again."""
+    """Count a new step, call of a list, or its backward: a failure of an earlier one, which was caught, is not raised again.
+
+    Raises ``RuntimeError`` if a step ended before its last transfer.
+    """
+    if current() in _broken:
+        raise RuntimeError(
+            f"{_broken[current()]} ended a step of the pipeline in the middle of its transfers, so the stages no longer agree on"
+            " what they send next. End all ranks, and start again from a checkpoint."
+        )
     _steps[current()] = _steps.get(current(), 0) + 1
+
+
+@contextmanager
+def step_transfers() -> Iterator[None]:
+    """Inside, a rank makes the transfers of a step. If something raises here (``KeyboardInterrupt``), no step can follow."""
+    try:
+        yield
+    except BaseException as error:
+        _broken[current()] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise
 
 
 def tell_failure(text: str) -> Failure:

@@ -30,7 +30,7 @@ from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import failure_text
 from bmt_pipeline.block_uses import block_uses
-from bmt_pipeline.failures import tell_failure
+from bmt_pipeline.failures import step_transfers, tell_failure
 from bmt_pipeline.payload import Layout
 from bmt_pipeline.schedules import Action, Content, Kind, Output, Schedule
 from bmt_pipeline.transfers import Arriving, Transfers
@@ -117,7 +117,7 @@ class StageRunner:
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute ``actions``, the next ones of the stage's order. An exception of the model becomes :attr:`error`."""
-        with scheduled_step():
+        with scheduled_step(), step_transfers():
             for action in actions:
                 if action.kind is Kind.FORWARD:
                     self._forward(action)
@@ -132,7 +132,8 @@ class StageRunner:
             postponed.drop()  # after a failure
         for part in self._parts:
             _set_use(part.blocks, BlockUse())
-        self._transfers.finish()
+        with step_transfers():
+            self._transfers.finish()
 
     def _forward(self, action: Action) -> None:
         part = self._schedule.part_of(self._stage, action.chunk)

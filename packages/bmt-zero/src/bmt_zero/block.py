@@ -125,7 +125,7 @@ class Block(nn.Module):
         return super().forward(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """See ``nn.Module``. All that lists parameters goes through it, so it finds those that a failed backward pass had gathered."""
+        """See ``nn.Module``. ``parameters()`` and ``zero_grad()`` call it, also after a backward pass that failed."""
         if "_bmt_block" in self.__dict__:
             self._bmt_block.block.run.before_listing_parameters()
         yield from super().named_modules(*args, **kwargs)
