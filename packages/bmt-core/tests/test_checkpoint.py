@@ -303,7 +303,7 @@ def broken_files(folder: Path) -> dict[str, tuple[str, ...]]:
         "nested.pt": ("only the file has: model, step", "model in the file is a dict of its own"),
         "list.pt": ("holds a list, not a state dict",),
         "sparse.pt": ("plain is a sparse tensor",),
-        "object.pt": ("holds other things than tensors and plain values", "Custom"),
+        "object.pt": ("holds more than tensors and plain values", "Custom"),
         "empty.pt": ("not a whole file",),
         "short.pt": ("not a whole file",),
         "half.pt": ("not a whole file",),

@@ -1,7 +1,7 @@
-"""How fast the run's communication is: warmed-up sweeps over sizes, with bus bandwidth.
+"""Measures how fast ranks communicate: each operation is warmed up, then timed at several sizes.
 
-For n ranks and a buffer of S bytes that takes t seconds, the algorithm bandwidth is S/t. The bus bandwidth is what each rank's
-link must carry, so that it can be compared with the hardware whatever n is (NVIDIA, nccl-tests, doc/PERFORMANCE.md):
+For n ranks and a buffer of S bytes that takes t seconds, the algorithm bandwidth is S/t. The bus bandwidth is the rate of each
+rank's link, which can be compared with the hardware's for any n (NVIDIA, nccl-tests, doc/PERFORMANCE.md):
 
 - all_gather and reduce_scatter: S/t · (n − 1)/n, where S is the *whole* buffer, n times a rank's part;
 - send_recv: S/t, where S is what each sender sends.
@@ -24,16 +24,17 @@ from bmt_core.run import runtime
 MIN_BYTES = 4 * 1024
 MAX_BYTES = {"cpu": 64 * 1024**2, "cuda": 1024**3}
 _GROWTH = 4  # from one size to the next
-_DTYPE = torch.float32  # reduced natively by every engine
+_DTYPE = torch.float32  # every backend reduces it natively
 _WARM_UP = 2
-# Many calls where a call is short, so that the clock and the start of the first do not count.
+# A short call is repeated more often, so that reading the clock and starting the first call hardly count.
 _CALLS_BELOW = ((1024**2, 20), (32 * 1024**2, 8))
 _CALLS_ABOVE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One size of one operation. ``bytes`` is S of the module's formulas, ``seconds`` t; bandwidths are bytes per second."""
+    """The time of one operation at one size. ``bytes`` is S of the module's formulas, ``seconds`` t; bandwidths are bytes per
+    second."""
 
     operation: str
     ranks: int
@@ -67,7 +68,7 @@ def reduce_scatter(*, max_bytes: int | None = None, group: Group | None = None) 
 
 
 def send_recv(*, max_bytes: int | None = None, group: Group | None = None) -> list[Measurement]:
-    """Measure rank 2i sending to rank 2i + 1, all pairs at once; with an odd number the last rank looks on.
+    """Measure rank 2i sending to rank 2i + 1, all pairs at once. With an odd number of ranks the last one sends nothing.
 
     Raises ConfigError in a group of one rank.
     """
@@ -175,7 +176,7 @@ def _prepare(operation: str, size: int, group: Group, device: torch.device) -> t
 
 
 def _synchronize(group: Group, device: torch.device) -> None:
-    """Start the clocks of all ranks of ``group`` together."""
+    """Wait until all ranks of ``group`` are here, so that their clocks start together."""
     group.all_reduce(torch.zeros(1, device=device)).wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The errors that people meet. Each message says what was expected, what came, and what to do."""
+"""The errors for users. Each message says what was expected, what came, and what to do."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RemoteError(BmtError, RuntimeError):
 
 
 class CallError(RemoteError):
-    """A collective cannot be done: the ranks have entered different ones, one of them has ended, or does not come.
+    """A collective cannot finish: ranks have entered different ones, or one of them has ended or does not come.
 
     Every later collective of the run raises it too.
     """
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
-    """Return what an error says about a name that nothing has.
+    """Return the error text for an unknown ``name``.
 
     >>> unknown_name("optimizer", "loin", ["adam", "lion"])
     "No optimizer is named 'loin'. Did you mean 'lion'? Known: adam, lion."

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """One package of bmt, for somebody who may not have it."""
+    """One package of bmt, which may not be installed."""
 
     module: str
     provides: str
     install: str
-    """How to install it, beside a core that is there."""
+    """How to install it where bmt-core is installed."""
     offers: tuple[str, ...] = ()
     """What its plugin offers by name: commands, kernels, optimizers, communication backends."""
 
@@ -63,7 +63,7 @@ PACKAGES = {
 
 
 def install_hint(offer: str) -> str:
-    """Return a sentence, after a space, that says which missing package offers what is called ``offer``; "" if none does."""
+    """Return " " and a sentence that names the missing package with an offer called ``offer``; "" if there is none."""
     for name, package in PACKAGES.items():
         if offer in package.offers and importlib.util.find_spec(package.module) is None:
             return f" {offer!r} is provided by {name}, which is not installed. Install it with: {package.install}"

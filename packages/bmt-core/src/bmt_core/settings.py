@@ -1,4 +1,4 @@
-"""What a run was asked to be (:class:`RunSettings`) and where this process stands in it (:class:`Launch`)."""
+"""The settings of a run (:class:`RunSettings`) and this process's place in it (:class:`Launch`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
-    ``pipe_size`` and ``tp_size`` are 1 where they were not asked for; ``timeout`` is in seconds.
+    ``pipe_size`` and ``tp_size`` are 1 by default; ``timeout`` is in seconds.
     """
 
     seed: int = 0
@@ -70,7 +70,7 @@ def check_zero_level(level: int) -> int:
 
 
 def check_reduce_dtype(reduce_dtype: ReduceDtype) -> ReduceDtype:
-    """Return ``reduce_dtype``, or raise :class:`ConfigError` when it is no way to sum gradients.
+    """Return ``reduce_dtype``, or raise :class:`ConfigError` if it is not a known way to sum gradients.
 
     >>> check_reduce_dtype("fp32-sum")
     'fp32-sum'
@@ -82,7 +82,7 @@ def check_reduce_dtype(reduce_dtype: ReduceDtype) -> ReduceDtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Which of how many processes this one is, as the launcher (``torchrun``, say) told it."""
+    """The ranks and sizes that the launcher (``torchrun``, for example) gave this process."""
 
     rank: int = 0
     world_size: int = 1
@@ -91,9 +91,8 @@ class Launch:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE``; with neither of the first two set it is one rank.
-
-        Raises :class:`ConfigError` for half a set, for values that are no numbers, and for a rank outside the world.
+        """Read ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE``; without the first two it is a run of one rank. Raises
+        :class:`ConfigError` if only one of these two is set, for values that are not numbers, and for a rank outside the world.
 
         >>> Launch.from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
         Launch(rank=1, world_size=4, local_rank=1, local_world_size=4)
@@ -111,7 +110,7 @@ class Launch:
 
 
 def check_rendezvous(environ: Mapping[str, str] | None = None) -> None:
-    """Raise :class:`ConfigError` unless the ``env://`` rendezvous has what it needs to find the other ranks."""
+    """Raise :class:`ConfigError` unless the variables are set by which the ``env://`` rendezvous finds the other ranks."""
     environ = os.environ if environ is None else environ
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
@@ -125,8 +124,8 @@ class MeshAxis:
     """An axis that a package adds to the rank grid; axes lie from outermost to innermost by ``(order, name)``.
 
     The built-in axis ``dp`` has order 50 and takes the ranks that the others leave. ``shards_data``: whether the ranks along
-    the axis see different data. It decides what dropout draws, and by how much summed gradients are divided to be those of
-    the mean loss.
+    the axis see different data. This decides which ranks draw the same dropout masks, and the divisor that turns summed gradients
+    into those of the mean loss.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Every private function of torch that bmt uses, under a name of our own. No other module of bmt uses any.
+"""Every private function of torch that bmt uses, under a name of bmt's. No other module of bmt uses private functions.
 
 A test of each says what breaks without it (``tests/test_torch_internals.py``), so that a new release of torch shows here first.
-Functions of torch stand here as they are where they are called once per block and pass: a wrapper would cost the host more.
+Functions that are called once per block and pass are torch's own objects, without a wrapper, which would cost host time.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ fused_adamw_: Callable[..., None] = torch._fused_adamw_
 
 
 def when_backward_ends(callback: Callable[[], Any]) -> None:
-    """Have ``callback`` called when the backward pass under way has succeeded; if it fails, torch just lets go of ``callback``."""
+    """Call ``callback`` when the current backward pass has succeeded. If it fails, torch frees ``callback`` without calling it."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass under way will add to ``leaf.grad``, as opposed to ``torch.autograd.grad``, which returns it."""
-    if not leaf.requires_grad:  # frozen since forward: autograd passes it over
+    """Whether the current backward pass will add to ``leaf.grad``; ``torch.autograd.grad``, for example, does not."""
+    if not leaf.requires_grad:  # frozen since forward: autograd skips it
         return False
     return accumulates_at(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def accumulates_at(node: torch.autograd.graph.Node | None) -> bool:
-    """:func:`accumulates` for the leaf whose ``AccumulateGrad`` is ``node``; False if it is None: the leaf needs no gradient."""
+    """:func:`accumulates` for the leaf whose ``AccumulateGrad`` node is ``node``; False if ``node`` is None (no gradient
+    needed)."""
     if node is None:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # how torch says that the leaf's gradient is captured and not accumulated
+    except RuntimeError:  # torch raises if the leaf's gradient is returned and not accumulated
         return False
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that is the same for tensors that share memory, as long as that memory lives, also when it has no bytes."""
+    """Return a number that is the same for tensors that share memory, as long as that memory lives, even if it has no bytes."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def memory_states(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
-    """Return, for each tensor, its version and where it lies: equal as long as nobody wrote to it or put another in its place."""
+    """Return each tensor's version and place in memory, which stay equal until the tensor is written to or replaced."""
     return [None if t is None else (t._version, int(t.storage_offset()), t.untyped_storage()._cdata) for t in tensors]
 
 
@@ -74,7 +75,7 @@ def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def never_compiled(function: CallableT) -> CallableT:
-    """Keep ``function`` out of what torch.compile compiles; unlike ``torch.compiler.disable`` it does not import the compiler."""
+    """Exclude ``function`` from torch.compile; unlike ``torch.compiler.disable`` this does not import the compiler."""
     kept_out: Any = torch._disable_dynamo(function)
     return kept_out  # type: ignore[no-any-return]
 
@@ -90,7 +91,7 @@ def without_torch_functions() -> AbstractContextManager[object]:
 
 
 def named_in_trace(text: str) -> AbstractContextManager[object]:
-    """Show ``text`` in a trace of torch's profiler as the name of what happens inside; without a profiler it costs nothing."""
+    """Label the work inside as ``text`` in traces of torch's profiler; without a profiler this costs nothing."""
     return torch.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
 
 
@@ -105,7 +106,7 @@ def make_subclass(kind: type[Any], data: torch.Tensor, requires_grad: bool) -> A
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Do what ``tensor.data = data`` does for a plain tensor, also where a subclass defines ``data`` anew."""
+    """Do ``tensor.data = data`` as for a plain tensor, even if a subclass overrides ``data``."""
     _data.__set__(tensor, data)
 
 
@@ -113,7 +114,7 @@ _data: Any = torch._C.TensorBase.__dict__["data"]
 
 
 def swap_memory(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Let two tensors change places under their Python objects, each of which keeps its hooks.
+    """Swap the tensors of two Python objects, each of which keeps its hooks.
 
     ``torch.utils.swap_tensors`` refuses a tensor with weak references to it, as ``nn.LSTM`` has to its parameters.
     """
@@ -123,9 +124,8 @@ def swap_memory(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def register_foreach_type(kind: type[torch.Tensor]) -> None:
-    """Let torch's optimizers take their foreach and fused paths for tensors of class ``kind``. Harmless if they do already.
-
-    DTensor enters in the same way.
+    """Let torch's optimizers take their foreach and fused paths for tensors of class ``kind``, as DTensor does. May be called
+    twice.
     """
     for types in _foreach_types():
         if kind not in types:
@@ -144,18 +144,19 @@ def _foreach_types() -> list[list[Any]]:
 
 
 def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``check`` called with the parameters when ``torch.nn.utils.clip_grad_norm_`` is about to clip; return what undoes it.
+    """Call ``check(parameters)`` before ``torch.nn.utils.clip_grad_norm_`` clips; return a function that undoes this.
 
-    Inside of that function, for a program may have imported it by name before.
+    The hook is inside of that function, because a program may have imported it by name before.
     """
     return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
 
 
 def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], None]:
-    """Have ``check`` called before those functions of ``torch.nn.init`` that go by a tensor's sizes; return what undoes it.
+    """Call ``check(needs, tensor)`` before functions of ``torch.nn.init`` that use a tensor's sizes; return a function that undoes
+    this.
 
-    It gets what the rule needs, in words, and the tensor. The fans of Xavier's and Kaiming's rules are taken by one function,
-    which is found however a program imported the rules.
+    ``needs`` is a text that says what the rule needs. Xavier's and Kaiming's rules are hooked in the one function that computes
+    their fans, because a program may have imported the rules by name before.
     """
     rules = {name: f"{name} needs rows and columns" for name in ("orthogonal_", "sparse_", "eye_", "dirac_")}
     rules["_calculate_fan_in_and_fan_out"] = "Xavier's and Kaiming's rules need fan in and fan out"
@@ -167,12 +168,12 @@ def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], Non
 
 
 def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[], None]:
-    """Have ``check`` called with FSDP's name and the modules that it is about to shard; return what undoes it.
+    """Call ``check(name, modules)`` before FSDP shards modules; return a function that undoes this.
 
-    FSDP is ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is made of it. Inside of these functions,
-    for a program may have imported them by name before.
+    This hooks ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is built on it, inside of these functions,
+    because a program may have imported them by name before.
     """
-    # Not at the top: it takes a second, as part of what torch imports with the first optimizer.
+    # Not at the top: this takes a second, which torch takes anyway at the first optimizer.
     from torch.distributed._composable import replicate_with_fsdp
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -201,7 +202,8 @@ def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
 
 
 def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[], None]:
-    """Have ``check`` called with the arguments of the function ``owner.name`` before it; return what undoes it."""
+    """Call ``check`` with the arguments of the function ``owner.name`` before each of its calls; return a function that undoes
+    this."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -226,7 +228,8 @@ def stream_address(device: int) -> int:
 def make_process_group(
     ranks: Sequence[int], rank: int, *, backend: str, store: dist.Store, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Return the process group of ``ranks``, of which this process is ``rank``. Called by its members alone, with one ``name``.
+    """Return the process group of ``ranks``, of which this process is ``rank``. Only the members call it, all with the same
+    ``name``.
 
     ``torch.distributed.new_group`` numbers groups by counting those that this process knows: members that have made
     different numbers of groups before would wait for each other under different names.

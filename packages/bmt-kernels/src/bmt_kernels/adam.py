@@ -1,4 +1,4 @@
-"""Adam: the rows that the kernels take, sorted into launches, and the rest left to the reference."""
+"""Adam: sorts parameters into kernel launches, and leaves those without a kernel to the reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Row(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What the rows of one launch have in common."""
+    """The properties that all rows of one launch share."""
 
     device: torch.device
     form: Form
@@ -57,10 +57,10 @@ def adam_step(
     clip: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """Do what :func:`bmt_core.ops.reference.adam_step` says, in one launch per form of weight and dtype of gradient.
+    """See :func:`bmt_core.ops.reference.adam_step`; makes one launch per form of weight and dtype of gradient.
 
-    Raises :class:`ValueError` or :class:`TypeError`, before anything is written, for tensors of other shapes, devices or dtypes
-    than the parameter asks for and for tensors that share memory.
+    Raises :class:`ValueError` or :class:`TypeError`, before anything is written, if shapes, devices or dtypes do not fit the
+    parameter, or if tensors share memory.
     """
     check_same_length(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters)
     launches: dict[_Kind, list[_Row]] = {}
@@ -127,7 +127,7 @@ def _launch(self: Launcher, kind: _Kind, rows: Sequence[_Row], settings: Any, ho
 
 
 def _kind(self: Launcher, i: int, row: _Row) -> _Kind | None:
-    """Return the launch that row ``i`` belongs to; None if it is the reference's. Raise if it is nobody's."""
+    """Return the launch that row ``i`` belongs to, or None if the reference must do it. Raise if the row is wrong."""
     param, grad, exp_avg, exp_avg_sq, master = row
     device, shape = param.device, param.shape
     if device.type != self.device_type:

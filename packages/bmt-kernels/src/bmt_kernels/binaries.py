@@ -1,4 +1,4 @@
-"""The compiled modules: loading them, and why one cannot be had."""
+"""``load``: loads a compiled module; ``problem``: why a module cannot be loaded."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _HEADER = struct.Struct("<40xQ10xHH2x")  # of ELF: e_shoff, e_shentsize, e_shnum
 
 @cache
 def load(name: str) -> ModuleType | None:
-    """Return the compiled module ``bmt_kernels.<name>``, None if there is none that works here."""
+    """Return the compiled module ``bmt_kernels.<name>``; None if it is missing or does not work here."""
     return _attempt(name)[0]
 
 
 @cache
 def problem(name: str) -> str | None:
-    """Return why :func:`load` returns None, as a clause; None if it does not."""
+    """Return why :func:`load` returns None, as a clause; None if it returns a module."""
     return _attempt(name)[1]
 
 
@@ -41,19 +41,18 @@ def _attempt(name: str) -> tuple[ModuleType | None, str | None]:
             built_without = f"this installation of bmt-kernels was built without {full_name}"
             return None, built_without + (f": {reason}" if (reason := _why_left_out(name)) else "")
         return None, f"{full_name} cannot be loaded: {error}"
-    except Exception as error:  # whatever it is, it is told, and plain torch can do the work
+    except Exception as error:  # any error is reported, and plain torch can do the work
         return None, f"{full_name} cannot be loaded: {str(error) or type(error).__name__}"
 
 
 def _why_left_out(name: str) -> str | None:
-    """Return why the build left the module out, as it told the module for the CPU."""
+    """Return why the build left the module out; the build stores the reason in the module for the CPU."""
     cpu = load("_cpu") if name == "_cuda" else None
     return getattr(cpu, "WITHOUT_CUDA", None)
 
 
 def is_cut_off(path: Path) -> bool:
-    """Whether ``path`` is a library of Linux (ELF, 64 bits) without its end, as a full disk leaves it: to load it ends the process.
-
+    """Whether ``path`` is a truncated library of Linux (ELF, 64 bits), as a full disk leaves it. Loading it would end the process.
     The table of sections is the last thing in such a file, and the header says where it is.
     """
     with path.open("rb") as file:

@@ -1,8 +1,7 @@
-"""Whether Adam for float32 parameters equals torch's in every bit on this processor, tried out once.
-
-That depends on more than the formula: on which products and sums torch's kernels round together (instruction sets differ), and
-on the square root (see [Note: torch's square root] in ``csrc/cpu/square_root.h``). Where it is not so, the reference does this one
-case, since users are promised ``torch.optim.Adam``.
+"""Tests once whether Adam for float32 parameters equals torch's in every bit on this processor. That depends on the formula, on the
+products and sums that torch's kernels round together (instruction sets differ), and on the square root (see [Note: torch's square
+root] in ``csrc/cpu/square_root.h``). If it does not, float32 parameters are left to the reference, because ``AdamOptimizer``
+promises the results of ``torch.optim.Adam``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _LR, _BETAS, _EPS, _DECAY, _STEP = 0.01, (0.9, 0.999), 1e-8, 0.1, 3
 
 
 def choose_square_root(binary: ModuleType) -> bool:
-    """Make ``binary`` use a square root with which it equals torch, and return whether there is one."""
+    """Make ``binary`` use a square root with which its Adam equals torch's. Return whether there is one."""
     for address in (0, _mkl_square_root()):
         binary.use_mkl_square_root(address)
         if all(_equals_torch(binary, decay) for decay in Decay):

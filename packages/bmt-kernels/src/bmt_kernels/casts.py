@@ -15,11 +15,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def cast(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Write each of ``sources`` to its entry of ``targets``, rounded to nearest (ties to even) in that one's dtype.
+    """Write each of ``sources`` to its entry of ``targets``, rounded to nearest (ties to even) in the target's dtype.
 
-    All tensors live on one device. Those that have a kernel (float32, float16, bfloat16, in one layout) take one launch together;
-    the others are copied by torch. Raises :class:`ValueError`, before anything is written, for tensors of different shapes or
-    devices and for targets that share memory with anything else.
+    All tensors are on one device. Those that have a kernel (float32, float16, bfloat16, in one layout) share one launch; the others
+    are copied by torch. Raises :class:`ValueError`, before anything is written, for tensors of different shapes or devices and for
+    targets that share memory with anything else.
 
     >>> half = torch.empty(2, dtype=torch.bfloat16)
     >>> cast([torch.tensor([1.0, 1.00390625])], [half])

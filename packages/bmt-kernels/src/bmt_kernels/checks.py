@@ -1,4 +1,4 @@
-"""What is checked before an address leaves Python: a wrong one is memory corruption, not an exception."""
+"""Checks of tensors before their addresses are passed to compiled code, where a wrong one corrupts memory."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def number_at(name: str, number: torch.Tensor | None, device: torch.device) -> i
 
 
 def as_flag(name: str, flag: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``flag`` in a dtype that kernels read, bytes or float32, without reading it here."""
+    """Return ``flag`` in a dtype that kernels can read, bytes or float32, without a wait for its value."""
     check_one_element(name, flag)
     check_device(name, flag, device)
     return flag if flag.dtype in (*BYTE_FLAGS, torch.float32) else flag.ne(0)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in any order of dimensions, and are what lies there.
+    """Whether the elements fill one piece of memory, in any order of dimensions, and are stored with their own sign.
 
     >>> x = torch.empty(4, 6)
     >>> is_dense(x), is_dense(x.t()), is_dense(x[:, :5]), is_dense(x[:1].expand(4, 6))
     (True, True, False, False)
     """
-    if tensor.is_neg():  # torch's mark that elements are to be read with the other sign
+    if tensor.is_neg():  # torch's flag that elements are stored with the opposite sign
         return False
     if tensor.is_contiguous():
         return True
@@ -79,7 +79,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def have_one_layout(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the n-th element in memory is the same element of each tensor: they are of one shape."""
+    """Whether the n-th element in memory has the same index in each tensor. The tensors have one shape."""
     if any(tensor.is_neg() for tensor in tensors):
         return False
     if all(tensor.is_contiguous() for tensor in tensors):

@@ -1,4 +1,4 @@
-"""Cross entropy over rows of logits: one pass over them forward, one backward, and no float32 copy."""
+"""Cross entropy over rows of logits: one pass in forward, one in backward, and no float32 copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cross_entropy_forward(
     weight: torch.Tensor | None = None,
     with_sum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Do what :func:`bmt_core.ops.reference.cross_entropy_forward` says, in one pass over the logits."""
+    """See :func:`bmt_core.ops.reference.cross_entropy_forward`; takes one pass over the logits."""
     _check(self, logits, target, weight)
     if not _is_served(logits):
         return reference.cross_entropy_forward(
@@ -63,7 +63,7 @@ def cross_entropy_backward(
     first_class: int = 0,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what :func:`bmt_core.ops.reference.cross_entropy_backward` says, with exp(x - row_max - log_sum) for p."""
+    """See :func:`bmt_core.ops.reference.cross_entropy_backward`; computes p as exp(x - row_max - log_sum)."""
     gradient = torch.empty_like(logits)
     factors = [row_max, log_sum, total, hit, spread]
     if write_gradient(self, logits, target, factors, gradient, first_class=first_class, weight=weight):

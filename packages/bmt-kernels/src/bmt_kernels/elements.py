@@ -1,4 +1,4 @@
-"""Element types, under the numbers that the compiled modules know them by (``csrc/common/element.h``)."""
+"""Numbers of element types and options in the compiled modules (``csrc/common/element.h``)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Form(IntEnum):
     """How the float32 weight of a parameter is stored."""
 
     PLAIN = 0
-    """It is the parameter."""
+    """The weight is the parameter."""
     MASTER_FLOAT16 = 1
     MASTER_BFLOAT16 = 2
     """A float32 master, of which the half parameter is the rounded copy."""
     REMAINDER = 3
-    """Its upper half is the bfloat16 parameter, rounded, and its lower half an int16 beside it."""
+    """The weight is split into the bfloat16 parameter, which is its rounding, and an int16 remainder."""
 
 
 class Decay(IntEnum):
-    """What weight decay changes."""
+    """The value that weight decay changes."""
 
     NONE = 0
     COUPLED = 1
@@ -32,7 +32,7 @@ class Decay(IntEnum):
 
 
 class Power(IntEnum):
-    """What is summed over elements for a norm."""
+    """The function of the elements that is summed for a norm."""
 
     SUM = 0
     SQUARES = 1

@@ -1,4 +1,4 @@
-"""What is done to all gradients of a step at once: check, norm, scale, clear. One launch for all dtypes."""
+"""Operations on all gradients of a step: check, norm, scale, clear. One launch for all dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {1.0: Power.SUM, 2.0: Power.SQUARES, math.inf: Power.LARGEST}
 
 
 class _Memory(NamedTuple):
-    """Tensors as the compiled modules take them."""
+    """Tensors in the form that the compiled modules take."""
 
     addresses: list[int]
     numels: list[int]
@@ -25,7 +25,7 @@ class _Memory(NamedTuple):
 
 
 def has_non_finite(self: Launcher, tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
-    """Do what :func:`bmt_core.ops.reference.has_non_finite` says."""
+    """See :func:`bmt_core.ops.reference.has_non_finite`."""
     check_one_element("flag", flag)
     ours, others = _sorted(self, tensors, flag.device if flag.dtype in BYTE_FLAGS else None)
     if ours:
@@ -38,7 +38,7 @@ def has_non_finite(self: Launcher, tensors: Sequence[torch.Tensor], flag: torch.
 def powers_sum(
     self: Launcher, tensors: Sequence[torch.Tensor], p: float, weights: Sequence[float], device: torch.device
 ) -> torch.Tensor:
-    """Do what :func:`bmt_core.ops.reference.powers_sum` says; partial sums are formed in float32, their sum in float64."""
+    """See :func:`bmt_core.ops.reference.powers_sum`; partial sums are formed in float32, their sum in float64."""
     check_same_length(tensors=tensors, weights=weights)
     if not p > 0:
         raise ValueError(f"p must be positive, it is {p}.")
@@ -61,7 +61,7 @@ def powers_sum(
 
 
 def scale_(self: Launcher, tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Do what :func:`bmt_core.ops.reference.scale_` says; tensors that share memory raise :class:`ValueError`."""
+    """See :func:`bmt_core.ops.reference.scale_`; tensors that share memory raise :class:`ValueError`."""
     check_one_element("factor", factor)
     ours, others = _sorted(self, tensors, factor.device if factor.dtype == torch.float32 else None)
     if ours:
@@ -72,7 +72,7 @@ def scale_(self: Launcher, tensors: Sequence[torch.Tensor], factor: torch.Tensor
 
 
 def zero_if_(self: Launcher, tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
-    """Do what :func:`bmt_core.ops.reference.zero_if_` says; tensors that share memory raise :class:`ValueError`."""
+    """See :func:`bmt_core.ops.reference.zero_if_`; tensors that share memory raise :class:`ValueError`."""
     readable = as_flag("flag", flag, flag.device)
     ours, others = _sorted(self, tensors, flag.device, only_floats=False)
     if ours:

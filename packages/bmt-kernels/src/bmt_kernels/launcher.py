@@ -1,4 +1,4 @@
-"""What operations need of a provider: a compiled module, and where on its device to run."""
+"""``Launcher``: the interface of a provider for its operations: a compiled module, and where to run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Where = tuple[int, ...]
 
 
 class Binary(Protocol):
-    """The functions that both compiled modules have, on raw addresses; what they check is lengths and overlaps, no more."""
+    """The functions of both compiled modules, on raw addresses. They check only lengths and overlaps."""
 
     POWERS_SUM_WORKSPACE: int
     AdamSettings: Any
@@ -105,7 +105,7 @@ class Binary(Protocol):
 
 
 class Launcher(Protocol):
-    """A provider, as its operations see it."""
+    """The interface of a provider for its operations."""
 
     device_type: ClassVar[str]
 

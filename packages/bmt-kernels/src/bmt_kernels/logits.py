@@ -1,13 +1,13 @@
-"""What is done to logits beside the operations of the table: softmax over a split vocabulary, and the gradient in their place.
+"""Further operations on logits: softmax over a split vocabulary, and cross entropy's gradient written in place.
 
-Softmax over a vocabulary that is split between ranks comes in pieces, which are computed between two reductions. For logits x of a
-slice of the vocabulary, per row::
+Softmax over a vocabulary that is split between ranks takes three steps with a reduction after each of the first two. For logits x
+of a slice of the vocabulary, per row::
 
     largest = row_max(x)                     then the maximum over ranks
     mass = sum_exp(x, largest)               then the sum over ranks
     softmax_(x, largest, mass.log())         x becomes this slice of the softmax
 
-A loss needs one pass less: the operation ``cross_entropy_forward`` finds the maximum and the sum of a slice together.
+A loss needs one pass less, because ``cross_entropy_forward`` computes the maximum and the sum of a slice together.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def softmax_(logits: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor)
     kernels = kernels_on(logits.device)
     factors = [row_max, log_sum, torch.ones_like(row_max), torch.zeros_like(row_max), None]
     if kernels is None or not write_gradient(kernels, logits, _no_target(logits), factors, logits):
-        # Not the reference of the backward pass, which takes the classes given for all that there are.
+        # Not the reference of the backward pass, which takes the given classes for the whole vocabulary.
         logits.copy_((logits.to(dtype) - row_max.unsqueeze(1) - log_sum.unsqueeze(1)).exp_())
     return logits
 
@@ -75,9 +75,8 @@ def cross_entropy_backward_(
     first_class: int = 0,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what :func:`bmt_core.ops.reference.cross_entropy_backward` says, with the gradient in the place of ``logits``.
-
-    Each logit is read once and written once. Returns ``logits``; nobody may need what they were, autograd included.
+    """Like :func:`bmt_core.ops.reference.cross_entropy_backward`, but write the gradient into ``logits`` and return them. Each
+    logit is read once and written once. Nobody, autograd included, may need the old logits afterwards.
 
     >>> x, target, one = torch.zeros(1, 2), torch.tensor([0]), torch.ones(1)
     >>> cross_entropy_backward_(x, target, torch.zeros(1), torch.full((1,), 2.0).log(), one, one, None)

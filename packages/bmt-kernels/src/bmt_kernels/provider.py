@@ -14,10 +14,9 @@ from bmt_kernels.launcher import Binary, Where
 
 
 class CompiledKernels(KernelProvider):
-    """Checks what the operations are given and passes addresses on to a compiled module.
-
-    What no kernel was written for (float64 parameters, logits with a distance between classes, gradients in another layout than
-    their parameter, ...) the reference does. What the reference would not take either raises.
+    """Checks the operations' arguments and passes addresses to a compiled module. Cases without a kernel (float64 parameters,
+    logits with gaps between classes, gradients in another layout than their parameter, ...) are left to the reference. Arguments
+    that the reference does not take raise.
     """
 
     has_compact_adam = True
@@ -35,7 +34,7 @@ class CompiledKernels(KernelProvider):
 
     @cached_property
     def binary(self) -> Binary:
-        """The compiled module; :meth:`available` has said that there is one."""
+        """The compiled module; raises ``RuntimeError`` if it is not :meth:`available`."""
         module = binaries.load(self.module)
         if module is None:
             raise RuntimeError(f"The kernels {self.name!r} cannot be used: {self.available()}.")
@@ -65,7 +64,7 @@ class CpuKernels(CompiledKernels):
         return (torch.get_num_threads(),)
 
     def equals_torch(self) -> bool:
-        """Whether Adam on float32 parameters gives what torch gives, in every bit: see :mod:`bmt_kernels.bits`."""
+        """Whether Adam on float32 parameters equals torch's in every bit: see :mod:`bmt_kernels.bits`."""
         return self._equals_torch
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The norm of gradients over all ranks, and clipping by it, without the host ever seeing a value."""
+"""The norm of gradients over all ranks, and clipping by it, without reading a value on the host."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def clip(
 ) -> torch.Tensor:
     """Multiply the gradients of ``parameters`` by ``max_norm / (N + eps)`` if that is below 1, and return N. Collective.
 
-    N is a 0-dim float32 tensor on ``device``. When it is not finite (also because finite squares add up to infinity) the
-    gradients become NaN: multiplying them by 0 would pass for a step. They are multiplied inside ``scaling(factor)``.
+    N is a 0-dim float32 tensor on ``device``. If it is not finite (which finite gradients can cause too, if their squares add up to
+    infinity), the gradients become NaN: gradients multiplied by 0 would be taken for a valid step. They are multiplied inside
+    ``scaling(factor)``.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     weights = [1.0 / replicas(parameter) for parameter in parameters if parameter.grad is not None]
@@ -37,7 +38,7 @@ def clip(
 
 def _over_all_ranks(local: torch.Tensor, p: float) -> torch.Tensor:
     if p == math.inf:
-        # Engines differ in what the maximum of NaN and a number is.
+        # Backends differ in the maximum of NaN and a number.
         largest = local.nan_to_num(nan=math.inf, posinf=math.inf)
         world().all_reduce(largest, "max").wait()
         return largest

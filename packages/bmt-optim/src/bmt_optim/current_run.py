@@ -1,4 +1,4 @@
-"""What optimizers use of the current run; before ``init_distributed()``, one process and plain torch."""
+"""The parts of the current run that optimizers use; before ``init_distributed()`` one process and plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def world() -> Group:
 
 
 def gradient_divisor() -> int:
-    """Return by how much the run divides gradients that it has summed over ranks: 1 unless they are means."""
+    """Return the number by which the run divides gradients that it has summed over ranks: 1 unless they are means."""
     return current().gradient_divisor if is_initialized() else 1
 
 
@@ -46,7 +46,8 @@ def kernels_for(tensors: Iterable[torch.Tensor], device: torch.device) -> Kernel
 
 
 def host_kernels() -> Kernels:
-    """Return kernels for work on the host, whatever the run's device: compiled ones if there are any and ``BMT_KERNELS`` agrees."""
+    """Return kernels for work on the host, whatever the run's device: compiled ones if there are any and ``BMT_KERNELS`` allows
+    them."""
     host = torch.device("cpu")
     if not is_initialized() or current().device.type == "cpu":
         return kernels_on(host)

@@ -1,4 +1,4 @@
-"""Parameter groups with and without weight decay, told apart by whole parameters: every rank's slice has one dimension."""
+"""Parameter groups with and without weight decay, chosen by whole shapes, because every rank's slice has one dimension."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from bmt_core.params.parameter import DistributedParameter
 def param_groups(model: torch.nn.Module, *, weight_decay: float, no_decay: Iterable[str] = ()) -> list[dict[str, Any]]:
     """Return two groups of all parameters of ``model`` for an optimizer: with ``weight_decay``, and without.
 
-    Without are those whose whole shape has fewer than two dimensions (biases, norms), and those of which a name matches a pattern
-    of ``no_decay`` in the way of file names; a tied parameter has several. Either group may be empty. Nothing is communicated.
+    The group without has the parameters whose whole shape has fewer than two dimensions (biases, norms), and those with a name that
+    matches a pattern of ``no_decay`` (see :mod:`fnmatch`; a tied parameter has several names). Either group may be empty. Nothing
+    is communicated.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(7, 2), torch.nn.Linear(2, 3))
     >>> groups = param_groups(model, weight_decay=0.1, no_decay=("0.*",))

@@ -24,8 +24,8 @@ _QUANTISED = re.compile(r"(8bit|4bit|fp8)$")
 def check_elementwise(optimizer: Any) -> None:
     """Raise :class:`ConfigError` if ``optimizer`` has sharded parameters and cannot train slices of them.
 
-    The attribute ``bmt_elementwise`` of the optimizer or its class says whether it can. Without it, optimizers that are known
-    to need whole parameters are refused, and all others are taken for elementwise.
+    The attribute ``bmt_elementwise`` of the optimizer or its class says whether it can. Without it, optimizers that are known to
+    need whole parameters are refused, and all others count as elementwise.
     """
     reason = _reason_against(optimizer)
     if reason is None:

@@ -1,4 +1,4 @@
-"""``LossScale``: the factor that keeps small gradients of half types alive, and how it follows overflow."""
+"""``LossScale``: the factor that keeps small gradients of half types from underflow, and its changes after overflow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LossScale:
             )
 
     def after_step(self) -> None:
-        """Count a clean step, and grow when there have been enough."""
+        """Count a clean step, and increase the scale after enough of them."""
         if self.value is None:
             return
         self.steps_since_last_scale += 1
@@ -50,7 +50,7 @@ class LossScale:
             self.steps_since_last_scale = 0
 
     def after_overflow(self) -> None:
-        """Shrink, and count clean steps anew."""
+        """Decrease the scale, and count clean steps from 0."""
         if self.value is not None and self.value > self.minimum:
             self.value = max(self.value / self.factor, self.minimum)
         self.steps_since_last_scale = 0
@@ -65,10 +65,10 @@ class LossScale:
         }
 
     def loaded(self, state_dict: Mapping[str, Any]) -> LossScale:
-        """Return a scale with what :meth:`state_dict` returned; what the state lacks, as BMTrain's do, is that of this one.
+        """Return a scale with the values of ``state_dict``. Values that it lacks, as BMTrain's states do, are this scale's.
 
-        So is everything if the state is of a training without scaling: it says nothing about what a scale should be.
-        Raises :class:`CheckpointError` for values that no scale has.
+        All values are this scale's if the state is of a training without scaling, which says nothing about a scale.
+        Raises :class:`CheckpointError` for values that no scale can have.
         """
         if not state_dict.get("loss_scale_enabled", False):
             return replace(self, steps_since_last_scale=0)

@@ -1,4 +1,4 @@
-"""``ManagedOptimizer``: what ``OptimManager`` calls of an optimizer, and adapters for optimizers that do not provide it."""
+"""``ManagedOptimizer``: the interface of optimizers for ``OptimManager``, and adapters for optimizers without it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ import torch
 from bmt_optim.current_run import device_of, kernels_for
 
 _NOTHING = nullcontext()
-_NOBODYS = {"params", "param_names", "initial_lr"}  # what groups of all optimizers may have
+_NOBODYS = {"params", "param_names", "initial_lr"}  # keys that groups of any optimizer may have
 
 
 class ManagedOptimizer(ABC):
     """An optimizer that ``OptimManager`` can drive.
 
-    ``AdamOptimizer`` is one; :func:`managed` adapts any other optimizer. Let your own class inherit from this one, and from
-    ``torch.optim.Optimizer``, if it can skip a step on the device, copies gradients before the step, or keeps state in a form
-    that a checkpoint should not store.
+    ``AdamOptimizer`` is one; :func:`managed` adapts any other optimizer. Derive your own class from this one and
+    ``torch.optim.Optimizer`` if it can skip a step on the device, copies gradients before the step, or keeps state in a form that a
+    checkpoint should not store.
     """
 
     param_groups: list[dict[str, Any]]
 
     skips_on_device: ClassVar[bool] = False
-    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag and calls no step where it is set."""
+    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag and does not call ``step`` if it is
+    set."""
 
     @abstractmethod
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
@@ -46,8 +47,8 @@ class ManagedOptimizer(ABC):
     ) -> AbstractContextManager[object]:
         """Return a context in which the manager multiplies the gradients of ``parameters`` by ``factor``, on the device.
 
-        ``factor`` None: in which it zeroes them if the step will be skipped. An optimizer that copied gradients before can then
-        multiply its copies, where it would otherwise have to copy again.
+        If ``factor`` is None, the manager sets them to zero inside if the step will be skipped. An optimizer that has copied
+        gradients can multiply its copies and need not copy again.
         """
         return _NOTHING
 
@@ -60,16 +61,14 @@ class ManagedOptimizer(ABC):
         """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
 
     def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
-        """Return why the state of a parameter of ``shape`` cannot be one of this optimizer's; None: it can.
-
-        ``shapes`` are those of its tensors, and None for what is no tensor. Asked before anything is loaded.
+        """Return why this optimizer cannot load the state of a parameter of ``shape``; None if it can. ``shapes`` has the shapes of
+        the state's tensors, and None for other values. Called before anything is loaded.
         """
         return None
 
     def complaint_about_options(self, options: Mapping[str, Any]) -> str | None:
-        """Return why the saved ``options`` of a group cannot be those of this optimizer; None: they can.
-
-        Those of another version may have some less, or some more; who has both is another optimizer.
+        """Return why the saved ``options`` of a group cannot be this optimizer's; None if they can. Options of another version may
+        lack keys or have more; options that do both are another optimizer's.
         """
         here = set().union(*self.param_groups)
         missing, extra = sorted(here - set(options) - _NOBODYS), sorted(set(options) - here - _NOBODYS)
@@ -82,8 +81,9 @@ def managed(optimizer: Any) -> ManagedOptimizer:
     """Return ``optimizer`` itself if it is a :class:`ManagedOptimizer`, otherwise an adapter for it.
 
     ``step(scale=...)`` is called if its ``step`` has such a parameter that is 1 by default, as BMTrain's optimizers have (apex's
-    also have one, None by default, for other purposes). For any other, gradients are divided by the scale before ``step()``, unless
-    it says, as torch's fused optimizers do, that it reads ``found_inf`` and ``grad_scale`` as ``torch.amp.GradScaler`` sets them.
+    also have one, None by default, for other purposes). For other optimizers, gradients are divided by the scale before ``step()``,
+    unless the optimizer declares, as torch's fused ones do, that it reads ``found_inf`` and ``grad_scale`` as
+    ``torch.amp.GradScaler`` sets them.
     """
     if isinstance(optimizer, ManagedOptimizer):
         return optimizer
@@ -126,7 +126,7 @@ class _PlainOptimizer(ManagedOptimizer):
 
 
 class _StepTakesScale(_PlainOptimizer):
-    """An optimizer as those of BMTrain: ``step(scale=...)`` divides the gradients."""
+    """An optimizer like BMTrain's: ``step(scale=...)`` divides the gradients."""
 
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
         return self._optimizer.step(scale=scale)

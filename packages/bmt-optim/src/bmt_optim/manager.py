@@ -1,16 +1,16 @@
 """``OptimManager``: loss scaling, overflow, clipping and stepping for any number of optimizers.
 
 [Note: who reads the overflow flag]
-Whether a gradient of any rank is infinite or NaN is one flag on the device. An optimizer that cannot skip a step on the device,
-and a scheduler that cannot go back, need the decision on the host: then ``step`` reads the flag, and on CUDA the device idles
-for as long as the host takes to launch the optimizer.
+One flag on the device says whether a gradient of any rank is infinite or NaN. For an optimizer that cannot skip a step on the
+device, or a scheduler that cannot go back, ``step`` reads the flag on the host, and on CUDA the device idles for as long as the
+host takes to launch the optimizer.
 
 When every optimizer can skip on the device (``ManagedOptimizer.skips_on_device``) and every scheduler is one of bmt's, ``step``
-does not read the flag. It gives the flag to the optimizers, clears the gradients on the device where it is set, steps the
-schedulers as if it were not, and starts a copy of the flag to the host. The next call that needs to know
-(:meth:`OptimManager.read_outcome`) reads this copy, changes the scale, and takes the schedulers back if the step was skipped.
-Parameters and moments are the same either way; only a scheduler looked at between a skipped step and the next call is one step
-ahead. On the CPU reading costs nothing, and the flag is read at once.
+does not read the flag. It passes the flag to the optimizers, zeroes the gradients on the device if the flag is set, steps the
+schedulers as if it were not set, and starts a copy of the flag to the host. The next call that needs to know
+(:meth:`OptimManager.read_outcome`) reads this copy, changes the scale, and sets the schedulers back if the step was skipped.
+Parameters and moments are the same either way; only the schedulers are one step ahead between a skipped step and the next call. On
+the CPU reading costs nothing, and the flag is read at once.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class OptimManager:
     Gradients of sharded parameters are *sums* over all ranks. So ``backward`` multiplies the loss by ``loss_scale / grad_scale``
     first. By default ``grad_scale`` is the number of ranks that see different data: gradients are then those of the mean loss over
     all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
-    manager are safe too, with the sums. In a run of ``init_distributed(gradients="mean")`` gradients are means as they are, and
-    ``grad_scale`` is 1. Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them
-    over all ranks, once; ``sum_plain_gradients=False`` if your program does. A later ``backward`` adds to them as in plain torch.
+    manager work too, with sums. After ``init_distributed(gradients="mean")`` gradients are already means, and ``grad_scale`` is 1.
+    Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them over all ranks, once; pass
+    ``sum_plain_gradients=False`` if your program sums them. A later ``backward`` adds to them as in plain torch.
 
     ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
     divided by ``loss_scale_factor`` but not below ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps.
     After ``loss_scale_steps`` clean steps the scale is multiplied by the factor, not above ``max_loss_scale``.
 
-    ``non_finite`` says what happens to such a step without loss scaling: ``"skip"`` it with a ``RuntimeWarning`` on rank 0,
+    ``non_finite`` chooses what happens in such a step without loss scaling: ``"skip"`` it with a ``RuntimeWarning`` on rank 0,
     ``"raise"`` :class:`FloatingPointError` on every rank (then the host reads the flag in every step), or ``"ignore"``: take the
-    step unchecked. ``skipped_steps`` counts.
+    step unchecked. ``skipped_steps`` counts skipped steps.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class OptimManager:
         self._grad_scale = grad_scale
         self._managed: list[ManagedOptimizer] = []
         self._plain = PlainGradients()
-        # The flag of the last step, if nobody has read it, and where the schedulers were before that step.
+        # The flag of the last step, if nobody has read it, and the schedulers' steps before it.
         self._outcome: tuple[HostFlag, list[tuple[WarmupLRScheduler, int]]] | None = None
 
     @property
@@ -121,7 +121,7 @@ class OptimManager:
 
     @loss_scale.setter
     def loss_scale(self, value: float | None) -> None:
-        # What the property said without loss scaling, given back, must not turn it on.
+        # Without loss scaling the property is 1; assigning that value must not turn scaling on.
         if value != 1 or self.loss_scale_enabled:
             self.read_outcome()
             self._scale = replace(self._scale, value=value)
@@ -139,7 +139,7 @@ class OptimManager:
 
     @property
     def grad_scale(self) -> float:
-        """What losses are divided by: unless given, the number of ranks that see different data, or 1 if gradients are means."""
+        """The divisor of losses: unless given, the number of ranks that see different data, or 1 if gradients are means."""
         if self._grad_scale is not None:
             return self._grad_scale
         return current().topology.data_size // gradient_divisor() if is_initialized() else 1
@@ -190,7 +190,7 @@ class OptimManager:
 
         N is the p-norm (``norm_type`` p, ``"inf"`` for the largest magnitude), formed in float32, over the gradients of
         ``param_groups`` (a group of ``optimizer.param_groups`` or several, or parameters) of all ranks, replicas counted once. The
-        result is a 0-dim tensor; nothing is read on the host. When N is not finite the gradients become NaN, for ``step`` to find.
+        result is a 0-dim tensor; nothing is read on the host. If N is not finite the gradients become NaN, which ``step`` detects.
         """
         p = float(norm_type)
         if not p > 0:
@@ -209,7 +209,7 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step all optimizers and then their schedulers, unless a gradient is not finite: see the class."""
+        """Step each optimizer and then its scheduler, unless a gradient is not finite: see the class."""
         self.read_outcome()
         parameters = self._all_parameters()
         self._complete_gradients(parameters)
@@ -230,7 +230,7 @@ class OptimManager:
             self._change_scale(self._scale.after_step)
 
     def read_outcome(self) -> None:
-        """Learn whether the last step was skipped, and do on the host what follows: see [Note: who reads the overflow flag]."""
+        """Read whether the last step was skipped, and update scale and schedulers: see [Note: who reads the overflow flag]."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
@@ -245,12 +245,11 @@ class OptimManager:
         self._report_skip()
 
     def state_dict(self, gather_opt: bool = False, *, named_parameters: Named | None = None) -> dict[str, Any]:
-        """Return everything that a resumed training needs to go on bit for bit, apart from the parameters.
-
-        By default that is this rank's part, for the same rank at the same world size; nothing is communicated. ``gather_opt``: the
-        optimizer state is whole, by parameter name, loadable at any world size; it is collected on rank 0, tensor by tensor, and
-        empty on all others. Names come from ``named_parameters`` (``model.named_parameters()``); without, from optimizers that were
-        given them, or from the position in the optimizers. Collective.
+        """Return everything but the parameters that a resumed training needs to go on bit for bit. By default that is this rank's
+        part, for the same rank at the same world size; nothing is communicated. ``gather_opt``: the optimizer state is whole, by
+        parameter name, loadable at any world size; it is collected on rank 0, tensor by tensor, and empty on all others. Names come
+        from ``named_parameters`` (``model.named_parameters()``), else from optimizers that were given names, else they are
+        positions in the optimizers. Collective.
         """
         common = self._common_state()
         if gather_opt:
@@ -285,7 +284,7 @@ class OptimManager:
         self._plain.forget()
 
     def logical_state(self, named_parameters: Named | None = None) -> dict[str, Any]:
-        """Return what a checkpoint stores: ``state_dict(gather_opt=True)`` with parts in place of whole tensors. Collective.
+        """Return the state for a checkpoint: ``state_dict(gather_opt=True)`` with parts in place of whole tensors. Collective.
 
         A :class:`~bmt_core.checkpoint.TensorPart` stands for each tensor of which this rank has a part; calling its ``value()``
         gives its value at that time.
@@ -295,7 +294,7 @@ class OptimManager:
     def load_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
         """Take over what :meth:`logical_state` returned at any world size. Collective.
 
-        Every rank passes it, or rank 0 alone and the others None. For each part it has the whole tensor, or a
+        Every rank passes it, or rank 0 alone and the others None. In place of each part the state has the whole tensor, or a
         :class:`~bmt_core.checkpoint.StoredTensor`.
         """
         self.load_state_dict(_on_all_ranks(state), named_parameters=named_parameters)
@@ -348,7 +347,7 @@ class OptimManager:
         return stack
 
     def _non_finite(self, grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-        """Return a flag on the device, equal on all ranks: whether any gradient is not finite. None: nobody wants to know."""
+        """Return a flag on the device, equal on all ranks: whether any gradient is not finite. None if nobody needs it."""
         if not self.loss_scale_enabled and self.non_finite == "ignore":
             return None
         flag = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -372,7 +371,7 @@ class OptimManager:
                 scheduler.step()
 
     def _change_scale(self, change: Callable[[], None]) -> None:
-        """Call ``change``, and tell the optimizers that want to know if it has changed the scale."""
+        """Call ``change``. If it has changed the scale, tell the optimizers that have ``_on_justify_scale``."""
         before = self._scale.value
         change()
         if before != self._scale.value:
@@ -428,7 +427,7 @@ def scatter_state(
 
 
 def _on_all_ranks(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return ``state``, and rank 0's without the values of parameters on ranks that have none. Collective."""
+    """Return ``state``; on ranks where it is None, rank 0's without the states of parameters. Collective."""
     with collective_section(world(), "loading the optimizer state"):
         head = None if state is None else _without_parameters(state)
     head = broadcast_object(head, world())

@@ -18,28 +18,27 @@ _LOCAL, _SUMMED, _SPARSE = range(3)
 
 
 class PlainGradients:
-    """Sums the local gradients of parameters that are not :class:`DistributedParameter`, and remembers which are summed.
+    """Sums local gradients of parameters that are not :class:`DistributedParameter`, and remembers which gradients are summed.
 
-    An ordinary parameter gets the gradient that a distributed one in its place would get: the sum over all ranks, formed in
-    float32 for half types, over the ``divisor`` of the run. Where one rank has no gradient and another has, the first one
-    contributes zero, so that either all ranks have the gradient afterwards or none.
+    An ordinary parameter gets the gradient that a distributed one would get: the sum over all ranks, formed in float32 for half
+    types, divided by the run's ``divisor``. If only some ranks have a gradient, the others contribute zero, so that afterwards
+    either all ranks have it or none.
 
-    Gradients that the program itself has reduced are alike on all ranks. The first that are summed are looked at, and if all of
-    them are, rank 0 warns.
+    Gradients that the program itself has reduced are equal on all ranks. If all gradients of the first sum are, rank 0 warns.
     """
 
     def __init__(self) -> None:
         self._are_compared = False
-        # The gradients themselves, because a gradient that was assigned since is local again.
+        # The gradient objects, because a gradient that was assigned later is local again.
         self._summed: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """Take all gradients for local again: a step has ended, or a new one begins."""
+        """Treat all gradients as local again: a step has ended, or a new one begins."""
         self._summed.clear()
 
     @torch.no_grad()
     def share_out(self, group: Group, divisor: int = 1) -> None:
-        """Divide gradients that are summed into equal shares of the ranks: a backward pass adds its local ones to them."""
+        """Divide summed gradients into equal shares per rank, before a backward pass adds local gradients to them."""
         grads = [grad for p, grad in self._summed.items() if p.grad is grad]
         if grads and divisor != group.size:
             torch._foreach_div_(grads, group.size / divisor)
@@ -53,7 +52,9 @@ class PlainGradients:
             return
         is_local = self._local_on_any_rank(plain, group)
         unsummed = [p for p, summand in zip(plain, is_local, strict=True) if summand]
-        if unsummed and not self._are_compared and divisor != group.size:  # the mean of what is alike is what it was
+        if (
+            unsummed and not self._are_compared and divisor != group.size
+        ):  # the mean of equal gradients would change nothing
             self._are_compared = True
             _warn_if_alike(unsummed, group)
         for bucket in _buckets(unsummed):
@@ -63,7 +64,7 @@ class PlainGradients:
             self._summed[p] = p.grad
 
     def _local_on_any_rank(self, plain: Sequence[torch.nn.Parameter], group: Group) -> list[int]:
-        # The table lives on the host, so that no device has to wait.
+        # The table is on the host, so that no device has to wait.
         table = torch.zeros(3, len(plain), dtype=torch.uint8)
         for column, p in enumerate(plain):
             if p.grad is not None:
@@ -88,7 +89,8 @@ class PlainGradients:
 
 
 def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
-    """Warn, on rank 0, if the gradients that are not zero are alike on all ranks. Collective; the host waits for the device."""
+    """Warn, on rank 0, if all gradients have equal norms on all ranks and not all are zero. Collective; the host waits for the
+    device."""
     norms = torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in parameters], dtype=torch.float64)
     extremes = torch.stack([norms, -norms])
     group.all_reduce(extremes, "max").wait()
@@ -104,7 +106,7 @@ def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> No
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Yield ``parameters`` by device and dtype, of at most ``MAX_ELEMENTS`` elements at a time if they are several."""
+    """Yield ``parameters`` by device and dtype, in lists of at most ``MAX_ELEMENTS`` elements or of one parameter."""
     filling: dict[Any, tuple[list[torch.nn.Parameter], int]] = {}
     for p in parameters:
         bucket, elements = filling.get((p.device, p.dtype), ([], 0))

@@ -1,4 +1,4 @@
-"""What this package gives to bmt's registry."""
+"""The hooks that this package implements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges between the stages of a pipeline before and after a step: are its shapes the same, and has a stage failed?"""
+"""Exchanges between a pipeline's stages before and after a step, to compare shapes and to learn whether a stage has failed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bmt_core.run.runtime import current
 from bmt_pipeline.failures import Failure, begin_step, told_failure
 from bmt_pipeline.waiting import waiting_for_all
 
-_OF_EACH = 3  # how many numbers each stage sends: digests of ``alike`` and ``own``, and whether it has failed
+_OF_EACH = 3  # each stage sends this many numbers: digests of ``alike`` and ``own``, and whether it has failed
 
 
 def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = None) -> tuple[int, ...]:
-    """Return a key of the texts of all stages: equal texts give equal keys. Collective over ``group``, a pipeline.
+    """Return a key made from the texts of all stages; equal texts give equal keys. Collective over ``group``, a pipeline.
 
     Raises :class:`ConfigError` on all ranks if ``alike`` is not the same on all stages; ``own`` may differ. If a stage has a
     ``problem``, that stage raises it, and the others raise an error that quotes it.
@@ -59,13 +59,13 @@ def raise_together(group: Group, error: Exception | None, has_failed: bool) -> N
 
 
 def failure_text(error: Exception, rank: int, stage: int, what: str) -> str:
-    """Say where and why a stage has failed."""
+    """Return a text that says where and why a stage has failed."""
     text = str(error) if isinstance(error, BmtError) else "".join(traceback.format_exception(error))
     return f"Stage {stage} of the pipeline (rank {rank}) failed in {what} a step: {text}"
 
 
 def _is_of_another(told: Failure | None, error: Exception) -> bool:
-    """Whether ``error`` is only a failed communication that follows from the failure which another rank has ``told``."""
+    """Whether ``error`` is only a failed communication, caused by the failure of another rank that is in ``told``."""
     is_of_communication = type(error) is RuntimeError or isinstance(error, (RemoteError, DistError))
     return told is not None and told.rank != current().rank and is_of_communication
 

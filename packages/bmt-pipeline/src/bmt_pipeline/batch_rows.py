@@ -15,7 +15,8 @@ from bmt_pipeline.waiting import waiting_for_all
 def move_rows(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
     """Send the first ``sent[0]`` rows of ``x`` to the first rank of ``group``, the next to the second, and so on.
 
-    Returns the ``received[i]`` rows of each rank, in the order of ranks. Collective, as is backward, which moves gradients back.
+    Returns the rows from all ranks, ``received[i]`` of rank i, in the order of ranks. Collective; so is backward, which moves
+    gradients back.
     """
     moved: torch.Tensor = _MoveRows.apply(x, tuple(sent), tuple(received), group)  # type: ignore[no-untyped-call]
     return moved

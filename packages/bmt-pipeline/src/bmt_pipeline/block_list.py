@@ -44,9 +44,9 @@ class PipelineTransformerBlockList(LayerList):
 
     ``modules`` may be raw modules, which become Blocks (of bmt-zero) local to the stage; Blocks made with ``mode="PIPE"``
     (AssertionError otherwise); or functions without arguments that make a layer. A function is called only on the layer's stage,
-    with random numbers of its own, so the layer's values are the same for any number of stages. Of modules a stage keeps only its
-    own. Parameters are named by the layer's number in the whole list, so files fit any grid.
-    ``num_hidden``: how many leading arguments flow through, see :class:`TransformerBlockList`.
+    with random numbers of its own, so the layer's values are the same for any number of stages. A stage keeps only its own modules.
+    Parameters are named by the layer's number in the whole list, so files fit any grid. ``num_hidden``: the number of leading
+    arguments that pass from layer to layer, see :class:`TransformerBlockList`.
 
     ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models). ``costs``, one number per layer in
     any unit, divides the layers so that the most expensive part costs as little as possible; otherwise the first parts have one
@@ -145,9 +145,9 @@ class PipelineTransformerBlockList(LayerList):
     ) -> Any:
         """Run all layers on this rank's batch. Collective over the pipeline; all its ranks pass tensors of the same shapes.
 
-        Returns what :meth:`TransformerBlockList.forward` returns. Of further tensors whose dim 0 is the batch, each micro-batch
-        gets its rows; any other tensor is passed whole with the rows of its rank. ``batch_related`` names the positional arguments
-        after the hidden states whose dim 0 is the batch, if sizes alone would mislead.
+        Returns what :meth:`TransformerBlockList.forward` returns. Further tensors whose dim 0 is the batch are divided into
+        micro-batches too; any other tensor is passed whole with the rows of its rank. ``batch_related`` names the positional
+        arguments after the hidden states whose dim 0 is the batch, if sizes alone would mislead.
 
         Raises :class:`ConfigError` on all ranks if the batch cannot be divided into micro-batches or ranks pass different shapes.
         If a stage fails, it raises its error, and the others :class:`RemoteError` with its traceback.
@@ -179,7 +179,7 @@ class PipelineTransformerBlockList(LayerList):
         return self._own_results(made, schedule, shape.rows)
 
     def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
-        """Return the results for this rank's batch; each stage has some results for the batches of all ranks."""
+        """Return the results for this rank's batch. Before, each stage has some of the results for the batches of all ranks."""
         group, source = pipeline_group(), schedule.place_of(schedule.parts - 1)[0]
         sent = [rows if self.stage_id == source else 0] * self.stages
         received = [rows if stage == source else 0 for stage in range(self.stages)]
@@ -205,7 +205,7 @@ def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
 
 
 def what_needs_gradients(module: nn.Module) -> str:
-    """Return a text of what else, besides input shapes, decides the layout of the outputs of ``module``."""
+    """Return a text of the conditions, besides input shapes, that determine the layout of the outputs of ``module``."""
     device = current().device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"

@@ -1,9 +1,9 @@
 """The first failure of a step, announced to the ranks of all pipelines through the rendezvous store.
 
 [Note: several pipelines] Ranks with the same stage in different pipelines gather and reduce its parameters together. If the stage
-fails in one pipeline, the ranks with this stage in the others wait for it, and their pipelines wait for them; none knows the cause.
-So the rank that fails first writes the cause to the store. The others raise it when their wait ends: when the failed rank has
-ended, or after the timeout.
+fails in one pipeline, the ranks with this stage in other pipelines wait for it, and their pipelines wait for them; none of them
+knows the cause. So the rank that fails first writes the cause to the store. The others raise it when their wait ends: when the
+failed rank has ended, or after the timeout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 
 
 def begin_step() -> None:
-    """Count a new step, call of a list, or its backward: a failure of an earlier one, which was caught, is not raised again.
+    """Count a new step, call of a list, or backward of such a call, so that a failure of an earlier one is not raised again.
 
     Raises ``RuntimeError`` if a step ended before its last transfer.
     """
@@ -59,7 +59,7 @@ def tell_failure(text: str) -> Failure:
         return own
     try:
         told = _store().compare_set(_key(), "", f"{own.rank} {text}")
-    except dist.DistError:  # the store has ended with the rank that serves it: nobody can be told
+    except dist.DistError:  # the store has ended with the rank that serves it: the failure cannot be announced
         return own
     return _failure(told)
 

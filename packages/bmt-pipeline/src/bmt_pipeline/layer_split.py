@@ -1,4 +1,4 @@
-"""Which layers each part of a pipeline has."""
+"""``split_layers``: divides layers into the parts of a pipeline."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check_costs(costs: Sequence[float], num_layers: int) -> None:
 
 
 def _balanced_bounds(costs: Sequence[float], parts: int) -> list[int]:
-    """Return where each part begins, and the end, by dynamic programming over (parts so far, layers so far).
+    """Return the first layer of each part, and the number of layers, by dynamic programming over (parts so far, layers so far).
 
     Splits are compared by (largest cost of a part, sum of squared costs): the squares choose the more even of two splits with the
     same largest cost.

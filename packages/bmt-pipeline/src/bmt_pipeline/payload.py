@@ -1,4 +1,4 @@
-"""``Layout``: the structure of what stages send each other, nested containers of tensors and other values."""
+"""``Layout``: the structure of a value that stages send each other, made of nested containers, tensors and other values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bmt_core.nested import map_tensors, tensors_in
 
 
 class Layout:
-    """A nested value in which meta tensors stand for the tensors: it has their shapes, dtypes and ``requires_grad``, and the rest.
+    """A nested value with meta tensors in place of its tensors, of the same shapes, dtypes and ``requires_grad``.
 
     Layouts can be compared, and sent to other ranks.
     """

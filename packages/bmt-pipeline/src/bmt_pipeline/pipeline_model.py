@@ -1,4 +1,4 @@
-"""``PipelineModel``: a model that says what comes before and after its pipelined layers."""
+"""``PipelineModel``: a model with separate methods for the code before and after its pipelined layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bmt_pipeline.block_list import PipelineTransformerBlockList
 
 
 class PipelineModel(DistributedModule):
-    """A model that :func:`train_step` can run: a :class:`PipelineTransformerBlockList`, and what comes before and after it.
+    """A model that :func:`train_step` can run: a :class:`PipelineTransformerBlockList`, and the code before and after it.
 
     Called as usual, it is an ordinary model: every rank runs :meth:`before_layers` and :meth:`after_layers` on its own batch.
     :func:`train_step` runs the former on the first stage and the latter on the last one. Their parameters belong to no stage:
@@ -32,12 +32,12 @@ class PipelineModel(DistributedModule):
 
     @abstractmethod
     def before_layers(self, *inputs: Any) -> Any:
-        """Return what the list of layers is called with: a tensor, or a tuple of positional arguments."""
+        """Return the arguments of the list of layers: a tensor, or a tuple of positional arguments."""
         raise NotImplementedError
 
     @abstractmethod
     def after_layers(self, *hidden: Any) -> Any:
-        """Return the model's output, made of the hidden states after the last layer."""
+        """Return the model's output, computed from the hidden states after the last layer."""
         raise NotImplementedError
 
     def forward(self, *inputs: Any) -> Any:
@@ -56,5 +56,5 @@ class PipelineModel(DistributedModule):
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return ``value`` if it is a tuple, or a tuple of it."""
+    """Return ``value`` if it is a tuple, else ``(value,)``."""
     return value if isinstance(value, tuple) else (value,)

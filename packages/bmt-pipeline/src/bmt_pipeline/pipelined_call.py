@@ -33,7 +33,7 @@ class LayersOfStage:
     def __init__(self, layers: Sequence[nn.Module], *, is_last: bool, keeps_states: bool) -> None:
         self.blocks = layers
         self.states: dict[int, list[torch.Tensor]] = {}
-        """By micro-batch: the inputs of the layers, stacked, one tensor per hidden state."""
+        """The stacked inputs of the layers by micro-batch, one tensor per hidden state."""
         self.state_gradients: dict[int, list[torch.Tensor]] = {}
         self._is_last = is_last
         self._keeps_states = keeps_states
@@ -152,8 +152,8 @@ class PipelinedCall:
         return made + self._joined_states()
 
     def run_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients of the whole batch from the gradients of what :meth:`run` returned. Collective."""
-        begin_step()  # failures of backward are told under a number of their own: another pipeline may still be in forward
+        """Return the gradients of the whole batch, given those of the results of :meth:`run`. Collective."""
+        begin_step()  # failures in backward have a number of their own: another pipeline may still be in forward
         layout = self._layouts[self._schedule.parts]
         assert layout is not None
         count = len(layout.tensors())

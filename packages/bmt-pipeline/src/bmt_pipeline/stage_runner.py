@@ -1,9 +1,9 @@
 """``StageRunner``: executes one stage's actions of a schedule.
 
-[Note: a stage that fails] A stage that fails cannot simply stop, because other stages wait for what it would send. So it goes on
-with the schedule, computes nothing more, and sends zeros of the right shapes. After the last action all stages learn of the failure
-and raise. If a stage fails before its first micro-batch has told it the shapes, it sends None in place of the layout, and then
-nothing else over that edge.
+[Note: a stage that fails] A stage that fails cannot simply stop, because other stages wait for its outputs. So it goes on with the
+schedule, computes nothing more, and sends zeros of the right shapes. After the last action all stages learn of the failure and
+raise. If a stage fails in its first micro-batch and does not know the shapes of its output, it sends None in place of the layout,
+and then nothing else over that edge.
 
 [Note: joined products] The weight gradients of several micro-batches are computed as one product of all their rows. It takes less
 time than several products, and reads and writes the float32 sum of gradients once, not once per micro-batch. One product of all
@@ -45,7 +45,7 @@ class Part(Protocol):
         """Compute the part. The output goes to the next part, or from the last part to :meth:`Ends.take_output`."""
 
     def kept(self, micro_batch: int) -> list[torch.Tensor]:
-        """Return further results of that forward, besides its output, from which backward must start."""
+        """Return the results of that forward, besides its output, from which backward must start too."""
 
     def kept_gradients(self, micro_batch: int) -> list[torch.Tensor]:
         """Return the gradients of :meth:`kept`."""
@@ -68,7 +68,7 @@ class Ends(Protocol):
 
 
 Layouts = dict[int, Layout | None]
-"""By part, the layout of its inputs; under the number of parts, the layout of the last part's output.
+"""The layout of each part's inputs, by part; under the number of parts, the layout of the last part's output.
 
 None: the part gets no inputs, because a stage before it has failed.
 """
@@ -77,7 +77,8 @@ None: the part gets no inputs, because a stage before it has failed.
 class StageRunner:
     """Runs this rank's ``stage`` of ``schedule``; ``parts`` are its chunks.
 
-    In a step with new shapes ``layouts`` is empty, and the runner fills in the layouts of what this stage receives and computes.
+    In a step with new shapes ``layouts`` is empty, and the runner adds the layouts of the values that this stage receives and
+    computes.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class StageRunner:
         layouts: Layouts,
     ) -> None:
         self.error: Exception | None = None
-        """What the computation of this stage has raised. Nothing is computed after it: see [Note: a stage that fails]."""
+        """The error of this stage's computation. Nothing is computed after it: see [Note: a stage that fails]."""
         self.has_failed = False
         """Whether this stage or one before it has failed."""
         self._schedule = schedule
@@ -111,9 +112,7 @@ class StageRunner:
         self._postponed: dict[_Key, PostponedGradients] = {}
         self._due: list[list[PostponedGradients]] = [[] for _ in parts]  # by chunk: see [Note: joined products]
         self._joins: dict[int, int] = {}  # by chunk: how many micro-batches are joined in one product
-        self._left = [
-            schedule.micro_batches for _ in parts
-        ]  # by chunk: micro-batches whose weight gradients are not due yet
+        self._left = [schedule.micro_batches for _ in parts]  # by chunk: weight gradients that are not due yet
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute ``actions``, the next ones of the stage's order. An exception of the model becomes :attr:`error`."""
@@ -217,7 +216,8 @@ class StageRunner:
             postponed.compute()
 
     def _number_to_join(self, first: PostponedGradients) -> int:
-        """Return how many micro-batches' weight gradients to compute as one product; ``first`` is that of one micro-batch."""
+        """Return the number of micro-batches whose weight gradients are computed as one product; ``first`` has those of one
+        micro-batch."""
         schedule = self._schedule
         fills_waits = any(action.kind is Kind.WEIGHT_GRADIENT for action in schedule.orders[self._stage])
         if fills_waits and schedule.micro_batches < 2 * schedule.stages:
@@ -244,7 +244,7 @@ class StageRunner:
         return self._transfers.wait(arriving)
 
     def _receive_until(self, made: Output, source: int) -> None:
-        """Start to receive all that the stage ``source`` sends up to and including ``made``.
+        """Start to receive all outputs of the stage ``source`` up to and including ``made``.
 
         Called only when ``made`` is needed: on GPUs, a receive that waits for its sender occupies multiprocessors.
         """

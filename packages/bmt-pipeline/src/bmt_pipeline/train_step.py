@@ -27,7 +27,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class ScalesLoss(Protocol):
-    """What :func:`train_step` needs of an ``OptimManager``."""
+    """The part of ``OptimManager`` that :func:`train_step` uses."""
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, divided so that summed gradients are those of the global mean loss."""
@@ -53,8 +53,8 @@ def train_step(
     ``schedule`` is ``"1f1b"``, ``"gpipe"``, ``"zero-bubble"`` (it computes weight gradients when a stage would wait), or a
     :class:`Schedule`. For a list of layers made with ``chunks=2`` or more it may be ``"interleaved"``; with
     ``chunks=2, placement="v"`` ``"zero-bubble"`` has the smallest bubble. The docstrings in ``bmt_pipeline.schedules`` say how
-    large the bubble is and how many micro-batches are live. What linear layers need for weight gradients may be kept longer: see
-    :meth:`PostponedGradients.number_to_join`.
+    large the bubble is and how many micro-batches are live. Inputs of linear layers and gradients of their outputs may be kept
+    longer: see :meth:`PostponedGradients.number_to_join`.
 
     Gradients are added to ``.grad`` as ``manager.backward(loss)`` would add them, with the manager's scale and division. Without a
     manager they are those of ``loss.backward()`` on every rank: sums over all ranks, or means after
@@ -136,7 +136,7 @@ class _Step:
         return self._mean_loss()
 
     def compute(self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any) -> Any:
-        """Run one part of the model: its layers, and what the model has before the first or after the last of them."""
+        """Run one part of the model: its layers, and ``before_layers`` or ``after_layers`` in the first or last part."""
         if part == 0:
             called = self._layers.split_arguments(as_tuple(self._model.before_layers(*inputs)))
             inputs = Arguments(*called, {})
@@ -151,7 +151,7 @@ class _Step:
                 " Return the mean loss of a micro-batch."
             )
         self.losses[micro_batch] = loss.detach()
-        # The batch's loss is the mean over micro-batches. It counts once for each stage, as if every rank computed it.
+        # The batch's loss is the mean over micro-batches, times the number of stages, as if every rank of the pipeline computed it.
         scaled = loss if self._manager is None else self._manager.scale_loss(loss)
         return scaled * (self._schedule.stages / self._schedule.micro_batches)
 

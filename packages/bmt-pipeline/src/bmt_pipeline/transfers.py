@@ -1,9 +1,9 @@
 """``Transfers``: sends tensors from stage to stage while stages compute.
 
 [Note: one lane per edge] A stage sends to a neighbour over a directed edge. No two edges at one stage use the same lane (a stream
-with a communicator). Over an edge the sender sends and the receiver receives in the same order, that in which the sender computes;
-both know it from the schedule. So no transfer waits for a transfer over another edge, and two stages cannot block each other.
-Edges without a common stage may share a lane: two lanes, or three for an odd number of stages, serve each direction.
+with a communicator). Over an edge, sender and receiver use the same order, in which the sender computes; both know it from the
+schedule. So no transfer waits for a transfer over another edge, and two stages cannot block each other. Edges without a common
+stage may share a lane: two lanes, or three for an odd number of stages, serve each direction.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Transfers:
     def send_layout(self, layout: Any, destination: int) -> None:
         """Start to send the layout of the tensors that follow to the stage ``destination``.
 
-        To wait for that stage could block both: it may wait for tensors that this stage is to receive next.
+        This does not wait for that stage, because both could block: it may wait for this stage to receive other tensors first.
         """
         with waiting_for([destination], f"to take what stage {self._stage} sends"):
             self._sent.append((SentObject(layout, self._group, destination), None, destination))
@@ -83,7 +83,7 @@ class Transfers:
         return Arriving(tensors, marks, source)
 
     def wait(self, arriving: Arriving) -> list[torch.Tensor]:
-        """Let the computation wait for the tensors, and return them."""
+        """Make the computation wait for the tensors, and return them."""
         with waiting_for([arriving.source], f"to send to stage {self._stage}"):
             for mark in arriving.marks:
                 mark.wait()
@@ -97,7 +97,8 @@ class Transfers:
                 mark.wait()
 
     def _connect(self, edge: tuple[int, int]) -> None:
-        """Make a first transfer over ``edge`` now: NCCL's first one between two ranks blocks both hosts until both take part."""
+        """Make a first transfer over ``edge`` now, because NCCL's first transfer between two ranks blocks both hosts until both
+        take part."""
         if self._stage in edge:
             lane, group = self._lane(edge)
             source, destination = edge
@@ -113,7 +114,7 @@ class Transfers:
 
 
 def _has_arrived(mark: Mark | Work) -> bool:
-    """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. Only a GPU can be asked."""
+    """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. On the CPU this is never known."""
     return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 

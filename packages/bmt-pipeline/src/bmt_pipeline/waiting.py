@@ -1,4 +1,4 @@
-"""``waiting_for``: turns errors of communication into errors that name the stages which this stage has waited for."""
+"""``waiting_for``: turns errors of communication into errors that name the stages for which this stage has waited."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, RemoteError) and not isinstance(error, CallError):  # a stage has said what failed
+        if isinstance(error, RemoteError) and not isinstance(error, CallError):  # it already says what failed
             raise
         run, ranks = current(), pipeline_group().ranks
         names = " and ".join(f"stage {stage} (rank {ranks[stage]})" for stage in stages)

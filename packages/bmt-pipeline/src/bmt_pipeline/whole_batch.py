@@ -15,7 +15,7 @@ from bmt_pipeline.pipeline_ranks import own_stage
 
 
 class Arguments(NamedTuple):
-    """What a list of layers is called with: hidden states, other positional arguments, keyword arguments."""
+    """The arguments of a list of layers: hidden states, other positional arguments, keyword arguments."""
 
     hidden: tuple[Any, ...]
     rest: tuple[Any, ...]
@@ -23,7 +23,7 @@ class Arguments(NamedTuple):
 
 
 class BatchShape(NamedTuple):
-    """Which dim of each tensor in :class:`Arguments` is the batch, and how the batch is divided.
+    """The batch dim of each tensor in :class:`Arguments`, and the division of the batch.
 
     ``batch_dims``: per tensor, the dim of the batch, or None for a tensor that all rows share. ``rows``: the rows of one rank.
     """

@@ -93,7 +93,7 @@ class _PlacedGradients:
 
 
 def _complete(backward: Any) -> Any:
-    """Return ``backward`` as an operator needs it: without the bias, and never None.
+    """Return ``backward`` in the form of an operator: without the bias, and with tensors in place of None.
 
     A gradient that is not wanted, or that was written where the Block reduces it, is an empty tensor.
     """

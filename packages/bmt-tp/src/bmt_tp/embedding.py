@@ -27,7 +27,7 @@ class VPEmbedding(DistributedModule):
 
     With ``projection`` it takes vectors (rows / tp, ..., embedding_size) and returns logits for all rows and this rank's part of
     the vocabulary, the input of ``FusedCrossEntropy(parallel=True)``. Vectors (sequence / tp, batch, embedding_size) give logits
-    with the batch first, as ids have it: (batch, sequence, vocab_size / tp).
+    with the batch first, like ids: (batch, sequence, vocab_size / tp).
 
     ``init_parameters`` draws from the normal distribution of ``init_mean`` and ``init_std``. Raises :class:`ConfigError` if tp
     does not divide ``vocab_size``.
@@ -58,7 +58,7 @@ class VPEmbedding(DistributedModule):
         return logits.transpose(0, 1) if logits.dim() == 3 else logits
 
     def extra_repr(self) -> str:
-        """Say the sizes in ``repr``."""
+        """Show the sizes in ``repr``."""
         return f"{self.vocab_size}, {self.embedding_size}"
 
 

@@ -83,13 +83,13 @@ def parallel_linear(
     - ``ALL_REDUCE`` gives (T, ..., O) on every rank, ``REDUCE_SCATTER`` gives each rank its rows (T/W, ..., O).
 
     Gradients are those of the whole function: see [Note: what the gradients are] in linear_products.py. For the bias of a reduced
-    output each rank computes the gradient from 1/W of the rows. The bias gradient is the sum of these over the group, which the
-    engine forms for a :class:`DistributedParameter` that is not local along ``tp``.
+    output, each rank computes a share of the gradient from 1/W of the rows. The gradient is the sum of these shares over the group,
+    which is formed with the other reductions for a :class:`DistributedParameter` that is not local along ``tp``.
 
-    Rows travel while products are computed, in up to ``chunks`` pieces per rank, of which none is too small to keep a GPU busy;
-    None lets bmt choose their number. In forward each rank receives (W - 1)/W * T * I elements if rows are gathered, and
-    (W - 1)/W * T * O if the output is scattered. Backward sends the gradients in the opposite direction and gathers the input
-    again. Collective over the group. With one rank it is ``torch.nn.functional.linear``.
+    Rows are transferred while products are computed, in up to ``chunks`` pieces per rank, each large enough to keep a GPU busy;
+    with None bmt chooses their number. In forward each rank receives (W - 1)/W * T * I elements if rows are gathered, and (W - 1)/W
+    * T * O if the output is scattered. Backward sends the gradients in the opposite direction and gathers the input again.
+    Collective over the group. With one rank it is ``torch.nn.functional.linear``.
 
     What backward communicates depends on whether the input and the weight require gradients, so this must be the same on all ranks
     of the group.
@@ -168,7 +168,7 @@ class _ParallelLinear(torch.autograd.Function):
         else:  # the writer's Block gathers the weight again before backward reads it
             ctx.save_for_backward(input)
             ctx.weight = weight
-        # Detached: a product of more than two dimensions is a view, and what follows may modify it in place.
+        # Detached: a product of more than two dimensions is a view, and later code may modify it in place.
         forward = column_forward if call.column else row_forward
         return forward(input, weight, bias, call.option, call.chunks).detach()
 

@@ -19,8 +19,8 @@ class ColumnParallelLinear(DistributedModule):
 
     ``weight`` is (out_features / tp, in_features) on each rank. With ``gather_input`` the input is this rank's rows
     (rows / tp, ..., in_features), and the rows of the other ranks arrive in up to ``async_gather_chunks`` pieces while the product
-    is computed. Without, all tp ranks pass the same rows. The output is (rows, ..., out_features / tp), or all output features on
-    every rank with ``gather_output``.
+    is computed. Without ``gather_input`` all tp ranks pass the same rows. The output is (rows, ..., out_features / tp), or all
+    output features on every rank with ``gather_output``.
 
     ``sections`` are the sizes of consecutive parts of the output, each split over the ranks separately. For queries, keys and
     values of H features in one matrix, (H, H, H) gives each rank the queries, keys and values of the same heads.

@@ -21,7 +21,7 @@ from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_pro
 from bmt_tp.tensor_group import tensor_ranks
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Gradients of input, weight and bias. None: not asked for, or already written where the Block reduces it from."""
+"""Gradients of input, weight and bias. None: not wanted, or already written into the tensor that the Block reduces."""
 
 
 def column_forward(
@@ -45,7 +45,8 @@ def column_backward(
     wanted: tuple[bool, bool, bool],
     writer: GradientWriter | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`column_forward`. The input gradient is summed over ranks beside the weight gradient."""
+    """Return the gradients of :func:`column_forward`. The input gradient is summed over ranks while the weight gradient is
+    computed."""
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
     gathered = GatheredRows(rows) if gather_input and for_weight else None

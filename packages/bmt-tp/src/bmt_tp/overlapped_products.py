@@ -1,4 +1,4 @@
-"""Matrix products that overlap with communication: input rows arrive from other ranks, or output rows are sent to them, meanwhile.
+"""Matrix products during which input rows arrive from other ranks, or output rows are sent to them.
 
 Each of the W ranks of the tensor-parallel group has an equal part of the rows, in the order of the ranks. Inputs are matrices
 (rows, features), and ``factor`` is (features, output features). Autograd does not record these functions: linear_products.py calls
@@ -7,9 +7,9 @@ them in forward and in backward.
 [Note: order of the pieces] Where rows are gathered, a rank first multiplies its own rows, while the rows of the others
 arrive. Where the output is scattered, a rank computes the other ranks' rows first, so that these travel while it computes its
 own. In step s rank r receives from rank r - s and sends to rank r + s, so in each step every rank sends and receives the same
-amount. A piece is all rows of one rank, or one of up to ``chunks`` parts of them. There are fewer parts where rows arrive early
-enough anyway, because the product computed meanwhile (of a rank's own rows, or for the weight gradient) takes longer than the
-transfer. For few rows one product may be better: see FEW_ROWS.
+amount. A piece is all rows of one rank, or one of up to ``chunks`` parts of them. There are fewer parts if rows arrive early
+enough, because the product computed meanwhile (of a rank's own rows, or for the weight gradient) takes longer than the transfer.
+For few rows one product may be better: see FEW_ROWS.
 
 Memory is allocated on the computation's stream, before the lane is told to start after that stream: see [Note: buffer lifetime]
 in bmt_core.run.lanes, and [Note: memory of a transfer] in row_transfers.py.
@@ -31,7 +31,7 @@ MIN_ROWS = 4096
 FEW_ROWS = 2048
 """With fewer rows per rank, a rank may wait for a transfer and compute one product, instead of one for each rank's rows.
 
-Such products are so short that the host decides how long they take. Where rows are gathered, this is done only if the gradient of
+The time of such short products is that of the host's calls. Where rows are gathered, this is done only if the gradient of
 the weight needs all rows in one tensor anyway.
 """
 
@@ -47,7 +47,7 @@ class GatheredRows:
         ranks = tensor_ranks()
         self._rank = ranks.rank
         self._own = rows.contiguous()
-        self._has_own = False  # whether the rank's own rows lie among those of all
+        self._has_own = False  # whether this rank's rows were copied to those of all ranks
         self._pieces, are_few = _pieces(ranks, rows.shape[0], chunks, 2 * _min_rows(rows))
         self._waits = needs_all and are_few
         self._transfer = begin_transfer(ranks, self._own, (ranks.size, *rows.shape), lends=True, beside=not self._waits)
@@ -113,7 +113,7 @@ def _summed_at_once(
     *,
     waits_at_once: bool,
 ) -> Callable[[], torch.Tensor]:
-    # One rank adds the bias, for all.
+    # One rank adds the bias for all ranks.
     product = input.mm(factor) if bias is None or ranks.rank else torch.addmm(bias, input, factor)
     terms = product.chunk(ranks.size)
     transfer = begin_transfer(ranks, product, (ranks.size, *terms[0].shape), beside=not waits_at_once)

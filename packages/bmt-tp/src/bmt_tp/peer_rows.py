@@ -19,9 +19,9 @@ sent only when the transfer before it in that inbox has ended.
 A transfer goes through the lane instead if the next inbox is still used by a transfer that has not ended, and while a CUDA graph is
 captured, because a replay would write the same counter values again.
 
-[Note: what was sent] When a transfer ends, copies may still read the rows that this rank sent. Rows that the caller may write to
-are waited for: the computation waits until they are copied. Other rows are only kept in memory, until a later transfer proves that
-they are copied: a rank sends the pieces of a later transfer after it has waited for all pieces of this one.
+[Note: what was sent] When a transfer ends, copies may still read the rows that this rank sent. If the caller may write to them, the
+computation waits until they are copied. Other rows are only kept in memory, until a later transfer proves that they are copied: a
+rank sends the pieces of a later transfer after it has waited for all pieces of this one.
 
 [Note: when a rank fails] A stream that waits for a counter waits for ever if the other rank does not come. So the thread ends the
 transfers when pieces are missing and no counter has changed for the run's timeout. It waits only :data:`_PATIENCE` seconds if a
@@ -127,7 +127,7 @@ class PeerRows:
         return Inbox(view, number, self._uses[number], self._begun, computation, copies)
 
     def send(self, inbox: Inbox, rows: torch.Tensor, to: int, first: int) -> None:
-        """Copy contiguous ``rows`` to rank ``to``, as this rank's rows from ``first`` on. Their computation is queued."""
+        """Copy contiguous ``rows``, whose computation is queued, to rank ``to``, as this rank's rows from ``first`` on."""
         number = inbox.number
         sent = self._sent[number]
         sent[to] += 1
@@ -150,7 +150,7 @@ class PeerRows:
         return received[source]
 
     def wait(self, source: int, piece: int, inbox: Inbox) -> None:
-        """Let the computation wait for the piece of this number from ``source`` in ``inbox``."""
+        """Make the computation wait for the piece of this number from ``source`` in ``inbox``."""
         self._link.wait(self._full[inbox.number][source], piece & WRAP, inbox.computation)
 
     def end(self, inbox: Inbox, sent: Sequence[torch.Tensor], *, waits: bool) -> None:
@@ -216,7 +216,7 @@ class PeerRows:
             _warn(self._group, f"there is no memory for rows of {length} bytes: {memory}")
             return False
         if self._memory is not None:
-            # Nobody writes to it any more, and a transfer that has not ended keeps its own view of it.
+            # Nobody writes to the old memory any more, and a transfer that has not ended keeps its own view of it.
             self._memory.close(self._link)
         self._memory = memory
         self._views.clear()
@@ -253,7 +253,7 @@ class _Memory(NamedTuple):
 
 
 class _Counters:
-    """The shared counters: one that says that transfers have failed, one per rank that has left, and those of [Note: inboxes]."""
+    """The shared counters: one for a failure of the transfers, one per rank for its leaving, and those of [Note: inboxes]."""
 
     failed = 0
     """Index of the counter that is not 0 once the transfers have failed."""
@@ -314,7 +314,7 @@ class _Watch:
             raise CallError(self._failure or _FAILED_ELSEWHERE)
 
     def expect_little(self) -> None:
-        """Say that this rank is shutting down: from now on transfers may stand still for ``_PATIENCE`` seconds only."""
+        """Note that this rank is shutting down: from now on transfers fail after ``_PATIENCE`` seconds without a change."""
         self._is_leaving = True
 
     def leave(self) -> None:
@@ -433,7 +433,7 @@ def _shared_memory(link: PeerLink, group: Group, length: int, device: torch.devi
     try:
         memory = torch.empty(INBOXES * length, dtype=torch.uint8, device=device)
         handle, offset = link.shared(memory.data_ptr())
-    except RuntimeError as error:  # out of memory is one, too
+    except RuntimeError as error:  # also if memory is exhausted
         problem = f"rank {group.ranks[group.rank]}: {error}"
     offers = all_gather_object((problem, handle, offset), group)
     starts: list[int] = []

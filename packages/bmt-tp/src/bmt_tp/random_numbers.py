@@ -22,7 +22,7 @@ from bmt_tp.tensor_group import AXIS, tensor_size
 def own_random_numbers() -> Iterator[None]:
     """Inside, each rank along ``tp`` draws random numbers of its own, for activations of which it has a part.
 
-    For dropout in models that call the parallel layers themselves; the plans of :func:`parallelize` bring it along. With
+    Use it for dropout in models that call the parallel layers themselves; :func:`parallelize` does it for its models. With
     ``tp_size=1`` it changes nothing.
     """
     if tensor_size() == 1:

@@ -1,4 +1,4 @@
-"""Rows that travel between the ranks of the tensor-parallel group while these compute.
+"""Transfers of rows between the ranks of the tensor-parallel group during computation.
 
 "The computation" is the stream on which the products run; "queued" means handed to a stream.
 
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 class RowTransfer(ABC):
-    """Rows that travel between this rank and the others. All ranks of the group make the same transfers in the same order."""
+    """One transfer of rows between this rank and the others. All ranks of the group make the same transfers in the same order."""
 
     all_rows: torch.Tensor
     """The memory (W, rows, features) in which the other ranks' rows arrive. The caller writes this rank's rows."""
@@ -47,11 +47,11 @@ class RowTransfer(ABC):
 
     @abstractmethod
     def wait_for_next(self) -> None:
-        """Let the computation wait for the next piece, in the order in which pieces were started."""
+        """Make the computation wait for the next piece, in the order in which pieces were started."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Let the computation wait for all remaining pieces."""
+        """Make the computation wait for all remaining pieces."""
 
     @abstractmethod
     def end(self) -> None:
@@ -155,8 +155,8 @@ def begin_transfer(
 ) -> RowTransfer:
     """Return a transfer of ``shape`` (W, rows, features), in the dtype and on the device of ``like``. Collective.
 
-    ``lends``: see [Note: memory of a transfer]. Without ``beside`` the caller computes nothing until the rows have arrived. Copies
-    between devices are then queued on the computation's stream, which takes the host less time than the lane.
+    ``lends``: see [Note: memory of a transfer]. With ``beside`` False the caller computes nothing until the rows have arrived;
+    copies between devices are then queued on the computation's stream, which takes less host time than the lane.
     """
     peers = _peers(ranks) if like.is_cuda else None
     inbox = None if peers is None else peers.inbox(shape, like.dtype, beside=beside)

@@ -12,7 +12,7 @@ import torch
 from bmt_core.ops import PeerLink
 
 _DIRECTORY = Path("/dev/shm")
-_APART = 16  # words between two counters, so that each has a cache line of its own
+_APART = 16  # words from one counter to the next, so that each has a cache line of its own
 _WORD = 4
 WRAP = (1 << 32) - 1
 """The largest value of a counter. Counters have 32 bits; after this value comes 0."""

@@ -15,7 +15,7 @@ AXIS = "tp"
 class TensorRanks(NamedTuple):
     """The tensor-parallel ``group`` with its ``size`` and this rank's place in it.
 
-    ``lane`` is the stream on which rows travel beside products; ``in_lane`` is the same group with the lane's own communicator.
+    ``lane`` transfers rows during products; ``in_lane`` is the same group with the lane's own communicator.
     """
 
     group: Group
@@ -26,7 +26,7 @@ class TensorRanks(NamedTuple):
 
 
 def tensor_ranks() -> TensorRanks:
-    """Return the tensor-parallel ranks of the current run. Every product asks several times, so the answer is kept."""
+    """Return the tensor-parallel ranks of the current run. The result is cached, because every product calls this several times."""
     return _ranks if _ranks is not None else _looked_up()
 
 
@@ -58,7 +58,7 @@ def tensor_size() -> int:
 
 
 def own_share(total: int, what: str) -> int:
-    """Return ``total / tp_size``, or raise :class:`ConfigError` if it is no whole number."""
+    """Return ``total / tp_size``, or raise :class:`ConfigError` if it is not a whole number."""
     size = tensor_size()
     if total % size:
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""PEFT's adapters in a sharded model: let them merge into whole weights, and let models count whole parameters.
+"""PEFT's adapters in a sharded model: they merge into whole weights, and models count whole parameters.
 
-Merging and counting read weights outside of a forward, where the parameters are this rank's 1-D parts. With two parts of the same
-length, ``B @ A`` would be one number, and PEFT would add it to the weight without an error. So modules with such methods get a
-class in front of their own, as Blocks do. They are recognised by the names of their methods; PEFT need not be installed.
+Merging and counting read weights outside of a forward, where the parameters are this rank's 1-D parts. If both parts had the same
+length, ``B @ A`` would be one number, and PEFT would add it to the weight without an error. So a class is put in front of the class
+of modules with such methods, as for Blocks. They are recognised by the names of their methods; PEFT need not be installed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from bmt_core.modules.whole_parameters import whole_parameters, whole_shapes
 
 
 def see_whole_adapters(modules: Iterable[nn.Module | None]) -> None:
-    """Let the modules among ``modules`` that merge or unload adapters do so with whole parameters."""
+    """Extend those of ``modules`` that merge or unload adapters, so that they merge whole parameters."""
     for module in modules:
         _extend(module, [MergesWhole, HasWholeDelta, UnloadsParts])
 
 
 def count_whole_parameters(model: nn.Module) -> None:
-    """If ``model`` has a method that counts parameters, let it count whole ones."""
+    """If ``model`` has a method that counts parameters, make it count whole ones."""
     _extend(model, [CountsWhole, NumbersWhole])
 
 
 def added(parent: nn.Module, child: nn.Module | None) -> None:
-    """Do both for a module ``child`` that ``parent`` was given after wrapping."""
+    """Extend ``child``, a module that was added to ``parent`` after wrapping, and ``parent`` if it is PEFT's model."""
     see_whole_adapters([child])
-    if isinstance(child, UnloadsParts):  # PEFT's model around the one with adapters
+    if isinstance(child, UnloadsParts):  # so ``parent`` is PEFT's model around the one with adapters
         count_whole_parameters(parent)
 
 

@@ -53,7 +53,7 @@ class Block(nn.Module):
     inside one pipeline stage.
 
     ``inner_module`` may be on the meta device: it is sharded without values and gets them from :func:`init_parameters`
-    or from a checkpoint. Calling it before is an error.
+    or from a checkpoint. Calling it before that is an error.
 
     Making a block is collective if a parameter was sharded before. Calling it is collective, and so is its backward.
     """
@@ -135,12 +135,12 @@ class Block(nn.Module):
         self._bmt_block.use = use
 
     def init_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """Initialise the block: see :func:`bmt_core.init_parameters`. An inner module's own method of this name goes first."""
+        """Initialise the block: see :func:`bmt_core.init_parameters`. If the inner module has this method, it is called instead."""
         own = getattr(super(), "init_parameters", functools.partial(init_parameters, self))
         return own(*args, **kwargs)
 
     def grouped_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """See :func:`bmt_core.grouped_parameters`. An inner module's own method of this name goes first."""
+        """See :func:`bmt_core.grouped_parameters`. If the inner module has this method, it is called instead."""
         own = getattr(super(), "grouped_parameters", functools.partial(grouped_parameters, self))
         return own(*args, **kwargs)
 
@@ -164,7 +164,8 @@ class Block(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Hugging Face's switch. Setting it switches the block's recomputation; it reads False, so the layer's own stays off."""
+        """Hugging Face's switch: setting it switches the block's recomputation. It reads False, so that the layer does not
+        recompute too."""
         return False
 
     @gradient_checkpointing.setter
@@ -185,7 +186,7 @@ class Block(nn.Module):
         return engine
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Whole tensors by the inner module's names. Collective."""
+        """Return whole tensors by the inner module's names. Collective."""
         with self._bmt_parameters_shown():
             result = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
             if not keep_vars:
@@ -216,7 +217,7 @@ class Block(nn.Module):
         errors: Any,
     ) -> None:
         refuse_assign(metadata)
-        # torch passes this same dict to the submodules, so their own loading finds parts too.
+        # torch passes this same dict to the submodules, so that they load parts too.
         for name, parameter in self.named_parameters(remove_duplicate=False):
             replace_by_part(state_dict, prefix + name, parameter, errors)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, extra, errors)
@@ -248,7 +249,7 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
         def again(*tensors: torch.Tensor) -> Any:
             return kind.forward(module, *args, **kwargs)
 
-        # The tensors are passed so that torch knows their devices, whose random state it saves when it runs this uncompiled.
+        # When this runs uncompiled, torch saves the random state of the devices of the tensors passed here.
         return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
 
     # torch limits how often one code object is compiled, and without a copy all forwards defined here would share one.

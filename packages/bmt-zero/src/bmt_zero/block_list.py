@@ -17,8 +17,8 @@ class TransformerBlockList(LayerList):
 
     ``modules`` may be any iterable; raw modules become :class:`Block`. The same raw module twice shares its
     parameters. The same Block twice is an ``AssertionError``. ``num_hidden`` is how many leading arguments flow
-    through: the first ``num_hidden`` outputs of a block replace the first ``num_hidden`` inputs of the next, the
-    other arguments reach every block as they are.
+    through: the first ``num_hidden`` outputs of a block replace the first ``num_hidden`` inputs of the next. Every block gets the
+    other arguments unchanged.
     """
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:

@@ -1,9 +1,9 @@
 """Key-value caches among the arguments of a block, which forward changes and recomputation must not change again.
 
-A cache, as Hugging Face's models pass it from layer to layer, is an object with ``get_seq_length()`` or, for linear attention,
+A cache that Hugging Face's models pass from layer to layer is an object with ``get_seq_length()`` or, for linear attention,
 ``update_conv_state()``. A block appends its keys and values to it. If the block were recomputed with the same object, it would
-find its own entries there. So recomputation gets a copy of the cache as it was before forward. The copy shares the tensors of a
-cache that replaces its tensors. A cache that writes into them says so by ``is_compileable``, and then they are copied too.
+find its own entries there. So recomputation gets a copy of the cache as it was before forward. The copy shares the tensors, unless
+the cache writes into them, which its ``is_compileable`` says; then they are copied too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def with_own_caches(arguments: Any) -> Any:
 
 
 def without_cache_in_recomputation(module: nn.Module) -> None:
-    """Let ``module`` build no cache in training with blocks that recompute, unless the call passes ``use_cache``.
-
-    A cache would keep the keys and values of every layer until backward, the memory that recomputation saves.
+    """Make ``module`` build no cache in training with blocks that recompute, unless the call passes ``use_cache``. A cache would
+    keep the keys and values of every layer until backward, memory that recomputation is to save.
     """
     names = list(inspect.signature(module.forward).parameters)
     if "use_cache" in names and getattr(getattr(module, "config", None), "use_cache", False):

@@ -63,7 +63,7 @@ def adam_cpu(
     weight_decay: float,
     step: int,
 ) -> None:
-    """Do what :func:`adam_fp16` does, in host memory and with both moments in float32. ``delta_info`` must be None."""
+    """Like :func:`adam_fp16`, in host memory and with both moments in float32. ``delta_info`` must be None."""
     if delta_info is not None:
         raise ValueError(
             "delta_info must be None. AdamOffloadOptimizer(record_delta=True) records; get_avg_delta() gives it."

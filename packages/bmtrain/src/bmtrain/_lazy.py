@@ -1,4 +1,4 @@
-"""``make_lazy``: modules that look up a name when it is first used, in the table or among the files of this package."""
+"""``make_lazy``: makes modules look up a name when it is first used, in the table or among the files of this package."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_lazy(module: ModuleType) -> None:
 
 
 class InternalsFinder:
-    """Last in ``sys.meta_path``: says of BMTrain's internals what they are, where an import would say that they are not found."""
+    """Last in ``sys.meta_path``: an import of BMTrain's internals raises an error that says what they are."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:

@@ -1,4 +1,5 @@
-"""``TABLE``: where the names of the facade's modules come from, as module → name → :class:`Home`; ``OLD_PATHS``: of other modules.
+"""``TABLE``: the origin of the facade's names, as module → name → :class:`Home`; ``OLD_PATHS``: the same for BMTrain's other
+modules.
 
 ``tools/facade_stubs.py`` writes the stubs (``*.pyi``) from ``TABLE``. A test compares the table, the stubs and the packages.
 """
@@ -117,7 +118,7 @@ OLD_PATHS: dict[str, dict[str, Home]] = {
     "bmtrain.optim.adam": _from("bmt_optim", "AdamOptimizer"),
     "bmtrain.optim.adam_offload": _from("bmt_optim", "AdamOffloadOptimizer"),
 }
-"""Modules of BMTrain that scripts import from; they have no stubs. What else was in them is an internal."""
+"""Modules of BMTrain that scripts import from; they have no stubs. Other names in them are internals."""
 
 INTERNALS = (
     "bmtrain.C",

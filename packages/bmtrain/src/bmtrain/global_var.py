@@ -18,8 +18,9 @@ __all__ = ["ConfigMap", "RunConfig", "config", "rank", "world_size"]
 class RunConfig(MutableMapping[str, Any]):
     """A view of the current run.
 
-    A known key may be assigned in a run, and is answered until the run ends. ``micros`` is then the number of micro-batches. bmt
-    itself reads none of the others: assigning something else than the run has warns.
+    A known key may be assigned in a run; reading it then returns the assigned value until the run ends. Only an assigned ``micros``
+    has an effect: it is the number of micro-batches. bmt does not read the other keys, and assigning another value than the run's
+    warns.
 
     Groups that a run does not have, such as ``tp_comm`` with tp_size 1, are groups of one rank. Before ``init_distributed()``
     there are only the keys ``initialized`` (False), ``rank`` (0) and ``world_size`` (1).
@@ -40,8 +41,8 @@ class RunConfig(MutableMapping[str, Any]):
             return
         if value is not before and value != before and key not in (*STREAMS, *EVENTS):
             warnings.warn(
-                f"config[{key!r}] was assigned, and is answered to who asks; the run itself goes on with {before!r}."
-                " Say it to init_distributed() instead.",
+                f"config[{key!r}] was assigned: reading it returns that value, but the run itself goes on with {before!r}."
+                " Pass it to init_distributed() instead.",
                 stacklevel=2,
             )
         _assigned.setdefault(run, {})[key] = value

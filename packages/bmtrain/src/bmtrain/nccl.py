@@ -42,7 +42,7 @@ def reduceScatter(src: Memory, dst: Memory, op: ReduceOp, comm: Group) -> None:
     whole = _flat(_tensor(src, op))
     if whole.numel() % comm.size:
         raise ValueError(
-            f"reduceScatter cuts {whole.numel()} elements into {comm.size} equal parts, which does not work out."
+            f"reduceScatter cuts {whole.numel()} elements into {comm.size} equal parts, which is not possible."
         )
     part = whole.new_empty(whole.numel() // comm.size)
     comm.reduce_scatter(part, whole, op).wait()
@@ -50,7 +50,7 @@ def reduceScatter(src: Memory, dst: Memory, op: ReduceOp, comm: Group) -> None:
 
 
 def broadcast(src: Memory, dst: Memory, root: int, comm: Group) -> None:
-    """Write the ``src`` of rank ``root`` to every ``dst``; other ranks' ``src`` does not matter."""
+    """Write the ``src`` of rank ``root`` to every ``dst``; other ranks' ``src`` is ignored."""
     sent = _tensor(src if comm.rank == root else dst).clone(memory_format=torch.contiguous_format)
     comm.broadcast(sent, root).wait()
     _write(dst, sent)

@@ -32,7 +32,7 @@ __all__ = [
 def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
     """Put the state dict of ``model``, as whole tensors on the host, into ``destination`` on rank 0. Collective.
 
-    Returns ``destination``, by default a new dictionary, which stays as it was on other ranks. Names get ``prefix``.
+    Returns ``destination``, by default a new dictionary; on other ranks it is unchanged. ``prefix`` is put before names.
     """
     return _save_to(world_group().rank == 0, model, destination, prefix)
 
@@ -40,7 +40,7 @@ def _save_to_rank0(model: nn.Module, destination: dict[str, Any] | None = None, 
 def _save_to_local_rank0(
     model: nn.Module, destination: dict[str, Any] | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """Do what :func:`_save_to_rank0` does, on the first rank of every host. Collective."""
+    """Like :func:`_save_to_rank0`, on the first rank of every host. Collective."""
     return _save_to(_is_first_of_host(), model, destination, prefix)
 
 
@@ -50,7 +50,7 @@ def _save_to_infer_model(
     """Give the first rank of every host the state dict of ``model``, in its ``infer_model``. Collective.
 
     Calls ``infer_model.load_layer_state_dict(state)`` with the state of each layer of a ``TransformerBlockList``, and last with all
-    else, added to ``destination``. All tensors are in host memory at first, each until the call that it is for returns.
+    other tensors, added to ``destination``. Each tensor is in host memory until the call that gets it returns.
     """
     state = _save_to_local_rank0(model, None, prefix)
     if not _is_first_of_host():
@@ -68,7 +68,7 @@ def _is_first_of_host() -> bool:
 
 
 def _save_to(is_wanted: bool, model: nn.Module, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
-    """Put the state of ``model`` into ``destination`` on the ranks that pass ``is_wanted`` true. Collective."""
+    """Put the state of ``model`` into ``destination`` on ranks where ``is_wanted`` is True. Collective."""
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group, what = world_group(), "saving to the memory of ranks"
     with collective_section(group, what):

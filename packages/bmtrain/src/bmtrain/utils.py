@@ -17,7 +17,7 @@ _GIBIBYTE = 2**30
 
 
 def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """``print``, on one rank only. Before ``init_distributed()`` it is the rank that the launcher has set."""
+    """``print``, on one rank only. Before ``init_distributed()`` the rank is the one that the launcher has set."""
     own = bmt_core.rank() if bmt_core.is_initialized() else Launch.from_env().rank
     if own == rank:
         print(*args, **kwargs)
@@ -82,7 +82,7 @@ def _process_memory() -> str:
             fields = dict(line.split(":", 1) for line in status)
         return _lines({label: int(fields[key].split()[0]) * 1024 for label, key in _PROCESS.items()})
     except (OSError, KeyError):
-        return "  (this operating system does not tell the memory of a process)"
+        return "  (this operating system does not report the memory of a process)"
 
 
 _PROCESS = {"process": "VmRSS", "process peak": "VmHWM"}
@@ -142,7 +142,7 @@ def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
 def check_torch_version(version_str: str) -> int:
     """Return 1 when the installed torch is newer than ``version_str``, 0 when it is that version, -1 when it is older.
 
-    What follows the numbers is ignored: ``2.2.0a0+abc`` equals 2.2.0 and 2.2.
+    Text after the numbers is ignored: ``2.2.0a0+abc`` equals 2.2.0 and 2.2.
     """
     installed, asked = _numbers(torch.version.__version__), _numbers(version_str)
     length = max(len(installed), len(asked))

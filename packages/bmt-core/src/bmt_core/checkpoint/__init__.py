@@ -1,4 +1,4 @@
-"""Checkpoints: models in files and directories that any number of ranks writes and reads, and the state of a training."""
+"""Checkpoints of models, in files and directories that any number of ranks writes and reads, and of the state of a training."""
 
 from bmt_core.checkpoint.background import wait_for_saves
 from bmt_core.checkpoint.dcp_format import DcpFormat

@@ -52,8 +52,8 @@ def start_save(what: str, write: Callable[[], None]) -> None:
 def tried(make: Callable[[], T]) -> Callable[[], T]:
     """Call ``make`` now, and return a function that returns its result or raises its error.
 
-    The program uses it for work whose result the saving thread needs. If it fails on one rank, the threads of all ranks learn of it
-    later, so that no rank has to wait for the others now.
+    The main thread calls it for work whose result the saving thread needs. If it fails on one rank, the threads of all ranks learn
+    of it later, so that no rank has to wait for the others now.
     """
     try:
         made = make()
@@ -84,7 +84,8 @@ def wait_for_saves() -> None:
 
 
 def finish_last_save(before: str) -> None:
-    """Do the same as :func:`wait_for_saves`. Errors say that it happened ``before``, for example, "loading model.pt"."""
+    """Like :func:`wait_for_saves`, with errors that name what it was called before: ``before`` is "loading model.pt", for
+    example."""
     what = f"a checkpoint in the background, before {before}" if before else "a checkpoint in the background"
     with off_meta_device(), collective_section(world_group(), what):
         join_last_save()

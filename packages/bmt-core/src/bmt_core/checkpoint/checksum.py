@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-_POLYNOMIAL = 0xEDB88320  # its highest power, 32, left out; the bit of the lowest power is the highest one
+_POLYNOMIAL = 0xEDB88320  # without the term of power 32; in reversed bit order: the highest bit is the lowest power
 _ONE = 1 << 31
 
 

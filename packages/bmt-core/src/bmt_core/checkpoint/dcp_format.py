@@ -29,8 +29,8 @@ _METADATA = ".metadata"
 class DcpFormat(CheckpointFormat):
     """Directories for ``torch.distributed.checkpoint.load(state_dict, checkpoint_id=path)``, of a model's flat state dict.
 
-    Rank 0 writes, and holds all tensors in host memory for it. A tied tensor is stored under each of its names. Reading takes what
-    any number of ranks wrote, one tensor at a time. Files have no checksums that the library compares.
+    Rank 0 writes, and holds all tensors in host memory meanwhile. A tied tensor is stored under each of its names. Files of any
+    number of ranks can be read, one tensor at a time. The library compares no checksums.
     """
 
     name = "dcp"
@@ -79,7 +79,8 @@ class _Reader(CheckpointReader):
         return None
 
     def _extra_states(self, entries: dict[str, TensorEntry | None]) -> dict[str, Any]:
-        """Take the extra states out of ``entries``, which the library stores part by part if they are dicts, and return them."""
+        """Remove the extra states from ``entries`` and return them. If one is a dict, the library has stored its values one by
+        one."""
         found: dict[str, Any] = {}
         for name, path in dict(self._metadata.planner_data or {}).items():
             if name not in entries or not str(path[0]).endswith(EXTRA_STATE):
@@ -119,14 +120,14 @@ class _Reader(CheckpointReader):
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Keep the library from warning that one process saves or loads, as it was told."""
+    """Silence the library's warning that only one process saves or loads, which ``no_dist`` asks for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def _read_metadata(path: Path) -> Any:
-    """Return the metadata of the checkpoint, of which torch's classes and plain values are unpickled, and nothing else."""
+    """Unpickle the checkpoint's metadata, in which only plain values and torch's classes for metadata are allowed."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     file = path / _METADATA

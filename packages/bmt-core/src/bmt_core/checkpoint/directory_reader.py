@@ -41,7 +41,7 @@ def open_index(path: Path, open_file: OpenFile) -> CheckpointReader:
     """Open the files that the index file ``path`` names, which lie beside it."""
     content = read_index(path)
     manifest = content["metadata"].get(MANIFEST)
-    files = sorted({*content["weight_map"].values(), *(manifest or ())})  # a file may have no tensor but extra state
+    files = sorted({*content["weight_map"].values(), *(manifest or ())})  # a file may hold extra state alone
     readers: dict[str, CheckpointReader] = {}
     try:
         for file in files:
@@ -119,7 +119,7 @@ class _DirectoryReader(CheckpointReader):
 
     def verify(self, part: int, parts: int) -> None:
         for number, reader in enumerate(self._readers.values()):
-            # Turned, so that no rank has the first tensor of every file: there may be few in each.
+            # Shifted from file to file, so that no rank verifies the first tensor of each: files may have few tensors.
             reader.verify((part + number) % parts, parts)
 
     def close(self) -> None:

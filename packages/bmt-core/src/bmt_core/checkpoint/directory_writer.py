@@ -1,9 +1,9 @@
-"""Writing a directory in the layout of Hugging Face: all ranks write to its files, then rank 0 the index, which makes them a model.
+"""Writing a directory in the layout of Hugging Face: all ranks write to its files, then rank 0 writes the index.
 
-Rank 0 makes the files, as long as they will be, and tells the others where each tensor belongs. Every rank writes its parts of
-the tensors there, so that nothing is gathered, and sends rank 0 the checksums of these, which the headers have. The files of a save
-have names that no file in the directory has, so what was there stays whole until the index is replaced, which is atomic. Then the
-files of the former model are deleted. Other files, such as ``config.json``, stay.
+Rank 0 creates the files with their final sizes and tells the others where each tensor belongs. Every rank writes its parts of the
+tensors there, so that nothing is gathered, and sends rank 0 their checksums for the headers. A save gives its files new names, so
+the former model stays whole until the index is replaced, which is atomic. Then the files of the former model are deleted. Other
+files, such as ``config.json``, stay.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _SHARD = re.compile(
 )
 _MOST_FILES = 64  # each is opened by all ranks that have a part of its tensors
 _Plan = tuple[list[str], str, dict[str, tuple[int, int]]]
-"""The names of the files, what their temporary names end in, and of each tensor the number of its file and the byte there."""
+"""The names of the files, the ending of their temporary names, and for each tensor the number of its file and its offset there."""
 
 
 class DirectorySave:
-    """The tensors of ``state`` on their way into ``folder``."""
+    """One save of ``state`` into ``folder``. Errors name ``what``."""
 
     def __init__(self, folder: Path, state: WholeState, what: str) -> None:
         self._folder, self._state, self._what = folder, state, what
-        self._layouts: list[FileLayout] = []  # of the files, on rank 0, which makes them
-        self._unfinished: list[Path] = []  # what rank 0 has made and no index names
+        self._layouts: list[FileLayout] = []  # of the files; filled on rank 0
+        self._unfinished: list[Path] = []  # files that rank 0 has created and no index names yet
 
     def parts(self) -> list[OwnPart]:
-        """Return what this rank writes, as it will be when it is read. Communicates nothing."""
+        """Return this rank's parts, whose elements are read only when they are written. Communicates nothing."""
         return self._state.own_parts()
 
     def write(self, parts: Callable[[], Sequence[OwnPart]], group: Group) -> None:
-        """Write what ``parts()`` returns, and replace the index when all ranks have. Collective over ``group``, which is all ranks.
+        """Write the parts that ``parts()`` returns, then replace the index. Collective over ``group``, which has all ranks.
 
         With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails, the directory is as it was.
         """
@@ -60,7 +60,7 @@ class DirectorySave:
             plan = None
             with collective_section(group, self._what):
                 own = parts()
-            # Not in one section: a rank that makes files would take time from those that still copy.
+            # A section of its own: while rank 0 creates files, no rank should still be copying its parts.
             with collective_section(group, self._what):
                 if group.rank == 0:
                     plan = self._make_files()
@@ -80,10 +80,10 @@ class DirectorySave:
         return self._folder / f".{name}{self._ending}"
 
     def _make_files(self) -> _Plan:
-        """Make files of the right size, which hold nothing yet. Return what all ranks need to know of them. On rank 0."""
+        """Create the files, empty and of their final size, and return the plan that all ranks need. Called on rank 0."""
         self._layouts = [FileLayout(part) for part in _divided(self._state.index, min(world_group().size, _MOST_FILES))]
         self._names = _free_names(self._folder, len(self._layouts))
-        # Random digits: files of that name are those of this save, and on a disk that all ranks share.
+        # Random digits: a rank that finds a file of this name shares the disk of rank 0, and the file is of this save.
         self._ending = f".{secrets.token_hex(8)}.tmp"
         for name, layout in zip(self._names, self._layouts, strict=True):
             path = self._temporary(name)
@@ -98,7 +98,7 @@ class DirectorySave:
         return self._names, self._ending, places
 
     def _write_own(self, parts: Sequence[OwnPart], group: Group) -> list[int]:
-        """Write ``parts``, in the order of the files; return what they add to the checksum of each tensor."""
+        """Write ``parts``, in the order of the files; return their contribution to the checksum of each tensor."""
         added = dict.fromkeys(self._places, 0)
 
         def order(part: OwnPart) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class DirectorySave:
         return list(added.values())
 
     def _publish(self, checksums: Sequence[int]) -> None:
-        """Complete the files, replace the index, and delete the files that it does not name. On rank 0."""
+        """Complete the files, replace the index, and delete the files that it does not name. Called on rank 0."""
         by_name = dict(zip(self._places, checksums, strict=True))
         try:
             for name, layout in zip(self._names, self._layouts, strict=True):
@@ -156,7 +156,7 @@ def _bytes(entry: TensorEntry) -> int:
 
 
 def _divided(index: Index, count: int) -> list[Index]:
-    """Cut ``index`` into at most ``count`` runs of tensors, of about as many bytes. The first has all that is no tensor."""
+    """Cut ``index`` into at most ``count`` runs of about equally many bytes. The first one has all entries that are not tensors."""
     own = index.own_tensors
     total, position = sum(map(_bytes, own.values())), 0
     runs: dict[int, set[str]] = {}
@@ -178,8 +178,8 @@ def _divided(index: Index, count: int) -> list[Index]:
 
 
 def _free_names(folder: Path, count: int) -> list[str]:
-    """Make ``folder`` if need be, and return names of ``count`` files that begin with the first of ``model``, ``model-2``, ...
-    with which no file in it is called."""
+    """Create ``folder`` if needed, and return ``count`` file names that are free in it: ``model-...``, or ``model-2-...`` and so
+    on."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         present = {path.name for path in folder.iterdir()}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 EXTRA_STATE = "_extra_state"
-"""The last part of the name of a module's extra state in a state dict: torch's word for what is not a tensor."""
+"""The last part of the key under which a state dict holds a module's extra state (``Module.get_extra_state``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Index:
 
 
 class CheckpointReader(ABC):
-    """An open checkpoint: on rank 0, and on every rank that finds a checkpoint of the same :attr:`identity`."""
+    """An open checkpoint. Rank 0 has one, and so has every rank that finds a checkpoint of the same :attr:`identity`."""
 
     index: Index
     identity: object = None

@@ -33,11 +33,10 @@ def load(
     """Read ``file_name``, written by any number of ranks in any grid, into ``model``. Collective.
 
     ``file_name`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face or of
-    ``torch.distributed.checkpoint``. Every
-    rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts of the model, as pipeline stages
-    do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise rank 0, which alone needs
-    access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are compared before
-    anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
+    ``torch.distributed.checkpoint``. Every rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts
+    of the model, as pipeline stages do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise
+    rank 0, which alone needs access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are
+    compared before anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
     :class:`CheckpointError` and the model is unchanged.
 
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
@@ -81,7 +80,7 @@ def prepared_load(
 
 @contextmanager
 def no_way_back(what: str, changed: str = "the model is") -> Iterator[None]:
-    """Say of an error in the body of the ``with`` statement that something was changed before. Communicates nothing."""
+    """Raise an error of the body as :class:`CheckpointError` that says what was loaded in part. Communicates nothing."""
     try:
         yield
     except Exception as error:
@@ -126,9 +125,8 @@ def _receive(plan: LoadPlan, wanted: Sequence[TensorEntry], reader: CheckpointRe
     for entry in wanted:
         try:
             whole = None if reader is None else reader.read(entry.source).to(_device())
-        except (
-            Exception
-        ) as error:  # the other ranks wait for this tensor and all that follow: they get them, without values
+        except Exception as error:
+            # The other ranks wait for this tensor and the following ones: go on broadcasting, without values.
             failure, whole = failure or error, None
         whole = _broadcast(entry, whole, group)
         for step in waiting.get(entry.source, ()):

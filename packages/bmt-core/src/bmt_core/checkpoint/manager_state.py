@@ -1,4 +1,4 @@
-"""The state of the optimizers' manager in a checkpoint: whole, its tensors in files of all ranks, or one file for each rank."""
+"""The state of an ``OptimManager`` in a checkpoint: one whole state, whose tensors all ranks write, or one file for each rank."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def rank_file(rank: int | str) -> str:
 def prepared_manager(
     manager: Any, model: nn.Module, folder: Path, head: Mapping[str, Any], state: Any
 ) -> Iterator[Callable[[], None]]:
-    """Find out whether the state in ``folder`` fits ``manager``, and yield the function that loads it. Both are collective.
+    """Check that the state in ``folder`` fits ``manager``, and yield the function that loads it. Both are collective.
 
-    ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the state, on rank 0, with the names of
-    tensors that lie in files of their own. If it does not fit, every rank raises :class:`CheckpointError`, and the manager is
-    as it was. A manager that has no ``check_logical_state()`` is told to load the state here and again by the function, when the
-    model has been loaded: the optimizer may keep copies of its weights. Of one whose state belongs to each rank, the state of
-    before is kept until that has worked, and takes memory beside the new one.
+    ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the state, on rank 0, with names in place of
+    tensors that lie in files of their own. If it does not fit, every rank raises :class:`CheckpointError`, and the manager is as it
+    was. A manager without ``check_logical_state()`` loads the state twice: here, as a check, and in the function, after the model
+    was loaded, because the optimizer may keep copies of the model's weights. So does a manager with one state for each rank; its
+    former state is kept in memory until the first load has succeeded.
     """
     group = world_group()
     what = f"loading the optimizer state of {folder}"

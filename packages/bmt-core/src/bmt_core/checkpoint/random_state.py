@@ -28,7 +28,7 @@ def random_states() -> dict[str, Any]:
 
 
 def own_place() -> dict[str, Any]:
-    """Return this rank's place among the data, and the grid: what :func:`restore_random_states` needs to know of each rank."""
+    """Return this rank's data rank and the grid's axes, which :func:`restore_random_states` needs of each rank."""
     if not is_initialized():
         return {"data_rank": 0, "grid": []}
     topology = current().topology
@@ -60,9 +60,9 @@ def restore_random_states(
     """Restore ``saved``, the states of every rank of the saved run; return the kinds that were seeded instead.
 
     ``places`` are those of the saved run, ``here`` those of this one. On the same grid each rank gets its own states. On another
-    one with as many ranks that see different data, a rank gets those that belong to its data, if ranks that saw the same data
-    had the same ones. Otherwise a kind whose state was the same on all ranks is restored on all; a kind whose states differed
-    is seeded from rank 0's state and the rank among the data.
+    grid with as many data ranks, a rank gets the states of its data rank, if all ranks with this data rank had the same. Otherwise
+    a kind whose state was the same on all ranks is restored on all; a kind whose states differed is seeded from rank 0's state and
+    this rank's data rank.
     """
     seeded = []
     own_data, data_ranks = here[rank]["data_rank"], {place["data_rank"] for place in here}

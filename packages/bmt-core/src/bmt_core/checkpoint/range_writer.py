@@ -15,15 +15,15 @@ from bmt_core.checkpoint.pieces import PIECE, bytes_of, pieces
 
 
 class RangeWriter:
-    """A file that is there already, open for writing. What is next to each other is written at once; on exit all is on the disk.
+    """An existing file, open for writing. Adjacent data is joined into writes of up to 1 MiB; on exit all is on the disk.
 
-    Opened for writing only, and long enough before: a client of NFS that reads pages, or thinks that the file ends before them,
-    writes whole pages, over what other machines wrote beside its range.
+    The file is open for writing only and already has its final size. Otherwise an NFS client may write whole pages, over what other
+    machines wrote beside its range: it does if it has read the pages, or if the file ends before them.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY)
-        self._waiting, self._end = bytearray(), 0  # where what waits ends in the file
+        self._waiting, self._end = bytearray(), 0  # the second: where the waiting bytes end in the file
 
     def __enter__(self) -> RangeWriter:
         return self
@@ -53,7 +53,7 @@ class RangeWriter:
     def write_part(self, place: int, part: torch.Tensor, ranges: Sequence[tuple[int, int]], size: int) -> int:
         """Write elements of a tensor of ``size`` bytes that begins at byte ``place`` of the file: ``part``, 1-D and on the CPU.
 
-        ``ranges`` say which of the tensor's elements these are. Returns what they add to the tensor's CRC-32: see
+        ``ranges`` say which of the tensor's elements these are. Returns their contribution to the tensor's CRC-32: see
         :func:`followed_by`.
         """
         data, itemsize = memoryview(bytes_of(part)).cast("B"), part.element_size()
@@ -67,7 +67,7 @@ class RangeWriter:
         return followed_by(checksum, size - position)
 
     def _write_waiting(self) -> None:
-        # What waits is written before anything else is, so it ends where the file was last written to.
+        # Waiting bytes end at ``_end``: they are written before data of any other place is taken.
         waiting, self._waiting = self._waiting, bytearray()
         self._write(memoryview(waiting))
 

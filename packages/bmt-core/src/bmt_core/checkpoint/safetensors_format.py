@@ -71,7 +71,7 @@ class _Reader(CheckpointReader):
         return tensor
 
     def verify(self, part: int, parts: int) -> None:
-        if not self._checksums:  # a file of others
+        if not self._checksums:  # written by another program
             return
         for i in range(part, len(self._names), parts):
             if f"{zlib.crc32(bytes_of(self.read(self._names[i]))):08x}" != self._checksums[8 * i + 8 : 8 * i + 16]:

@@ -1,12 +1,13 @@
-"""``FileLayout``: the header of a safetensors file and the place of each tensor in it, known before any value is.
+"""``FileLayout``: the header of a safetensors file and each tensor's place, computed before any value is there.
 
 A safetensors file is eight bytes with the length of the header (little-endian), the header (JSON), and the values. See
-https://github.com/huggingface/safetensors#format. All that bmt adds stands in the header's ``__metadata__``, which maps texts to
+https://github.com/huggingface/safetensors#format. All that bmt adds is in the header's ``__metadata__``, which maps texts to
 texts and is ignored by other readers:
 
-- ``<name>``: of a tensor that is tied to another one, the other's name, as ``safetensors.torch.save_model`` writes it;
+- ``<name>``: the name of the tensor to which ``<name>`` is tied, as ``safetensors.torch.save_model`` writes it;
 - ``bmt_state``: what is not a tensor, serialised: the extra state and the versions of modules;
-- ``bmt_crc32``: 8 digits each, the CRC-32 of the header with zeros in place of these 8, and of the tensors in the order of names.
+- ``bmt_crc32``: CRC-32 of 8 digits each: first that of the header, computed with zeros in its place, then those of the tensors,
+  sorted by name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bmt_core.errors import CheckpointError
 
 STATE, CHECKSUMS = "bmt_state", "bmt_crc32"
 _METADATA = "__metadata__"
-_LONGEST_HEADER = 100_000_000  # of the library
+_LONGEST_HEADER = 100_000_000  # the library's limit
 _DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -101,7 +102,7 @@ class FileLayout:
 
 
 def state_in(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra state and the versions of modules that the metadata of a file holds: none in a file of others."""
+    """Return the modules' extra state and versions from a file's metadata; both are empty if another program wrote the file."""
     if STATE not in metadata:
         return {}, {}
     state = from_bytes(base64.b64decode(metadata[STATE], validate=True))

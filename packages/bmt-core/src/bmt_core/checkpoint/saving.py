@@ -35,15 +35,15 @@ def save(
     directory, on a file system on which several machines may write to parts of one file. A ``file_name`` that ends in ``.dcp``
     is a directory for ``torch.distributed.checkpoint``. Tied parameters are stored once. If ranks hold different parts of the
     model, as pipeline stages do, the checkpoint has all parts. A tensor that is not distributed (a buffer or a plain parameter)
-    is taken from the first rank that has it. Modules save themselves by their hooks and ``_save_to_state_dict``; one's own
-    ``state_dict`` is not called, because libraries call ``save`` in it.
+    is taken from the first rank that has it. Modules are saved by their hooks and ``_save_to_state_dict``; a ``state_dict`` that a
+    module overrides is not called, because libraries call ``save`` in it.
 
-    To a directory every rank writes its own parts, and nothing is gathered. Of a file, one tensor is gathered at a time, and
-    only rank 0 keeps them in host memory: all of them in the torch format, one in the safetensors format. The write is atomic:
-    if the program dies at any moment, the previous checkpoint is still there. With ``non_blocking`` what a rank writes is
-    copied to the host now and written on a thread; the next ``save``, ``load`` or :func:`wait_for_saves` raises an error that
-    happens there. Copies for a directory stay in host memory (pinned, of a GPU) for the next such save, until ``shutdown()``: to
-    use memory again is several times as fast as to get it.
+    To a directory every rank writes its own parts, and nothing is gathered. For a file, one tensor is gathered at a time, and only
+    rank 0 holds them in host memory: all of them in the torch format, one in the safetensors format. The write is atomic: if the
+    program dies at any moment, the previous checkpoint is still there. With ``non_blocking`` each rank copies its parts to the host
+    now and writes them on a thread; if that fails, the next ``save``, ``load`` or :func:`wait_for_saves` raises the error. Memory
+    for the copies for a directory (pinned, if they come from a GPU) is kept for the next such save until ``shutdown()``: reusing
+    memory is several times as fast as allocating it.
 
     ``format`` is the name of a registered format or a :class:`CheckpointFormat`; by default the file's suffix decides.
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
@@ -58,7 +58,7 @@ def save(
         if results.own:
             check_entries(local.entries)
     state = WholeState(local, what)
-    if results.of_ranks[0]:  # on a disk that they do not share, ranks may see different things
+    if results.of_ranks[0]:  # rank 0 decides: ranks that share no disk may see different files
         _save_directory(state, target, what, non_blocking)
     else:
         _save_file(state, target, what, chosen, non_blocking)

@@ -1,4 +1,4 @@
-"""``opened_by_all``: a checkpoint that each rank reads by itself where all see the same files, and rank 0 for all where not."""
+"""``opened_by_all``: each rank reads a checkpoint by itself if all see the same files; otherwise rank 0 reads it for all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bmt_core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SharedReader:
-    """An open checkpoint. ``reader`` is there on every rank if ``all_read``, otherwise on rank 0 alone."""
+    """An open checkpoint. If ``all_read``, every rank has a ``reader``, otherwise rank 0 alone."""
 
     index: Index
     reader: CheckpointReader | None
@@ -35,7 +35,7 @@ class SharedReader:
                 self.reader.verify(*((group.rank, group.size) if self.all_read else (0, 1)))
 
     def stored(self, name: str) -> StoredTensor:
-        """Return the tensor ``name``, which is not read yet. On a rank with a reader."""
+        """Return a handle that reads the tensor ``name`` later. Called on ranks with a reader."""
         reader, entry = self.reader, self.index.entries.get(name)
         assert reader is not None
         if not isinstance(entry, TensorEntry):
@@ -50,7 +50,7 @@ class SharedReader:
 def opened_by_all(source: Path, what: str, format: FormatChoice = None) -> Iterator[SharedReader]:
     """Open ``source`` on rank 0, and on all ranks if they see the same files. Collective at its beginning.
 
-    If rank 0 cannot open it, every rank raises, with words that it happened in ``what``.
+    If rank 0 cannot open it, every rank raises an error that names ``what``.
     """
     group = world_group()
     with ExitStack() as opened:

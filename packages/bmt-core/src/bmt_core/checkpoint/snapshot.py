@@ -1,4 +1,4 @@
-"""``snapshot``: copies of what a rank writes, for a save in the background, in host memory that the next snapshot uses again.
+"""``snapshot``: copies of a rank's parts for a save in the background, in host memory that the next snapshot reuses.
 
 The system hands out memory by pages, and fills each with zeros when it is first touched. That takes several times as long as the
 copy to it, and to pin memory for a copy from a GPU takes longer still. One save is under way at a time, so one set is enough.
@@ -24,13 +24,13 @@ _memory: defaultdict[_Kind, list[torch.Tensor]] = defaultdict(list)
 def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
     """Return each of ``parts`` with copies of its elements in host memory, pinned if they come from a GPU. Communicates nothing.
 
-    The memory is kept until ``shutdown()``, and the next snapshot writes to it, so what uses this one must have ended then.
+    The memory is kept until ``shutdown()``, and the next snapshot writes to it, so the save of this one must have ended before.
     """
     if is_initialized() and _memory.clear not in current().at_shutdown:
         current().at_shutdown.append(_memory.clear)
     wanted = Counter(map(_kind, chain(*parts)))
     free = {kind: tensors[: wanted[kind]] for kind, tensors in _memory.items()}
-    _memory.clear()  # what another model leaves is given back before more is taken
+    _memory.clear()  # memory of another model's sizes is freed before more is allocated
     with torch.no_grad():
         copies = [[_copied(part, free) for part in of_save] for of_save in parts]
     if is_initialized() and current().device.type == "cuda":
@@ -43,7 +43,7 @@ def _kind(part: OwnPart) -> _Kind:
 
 
 def _copied(part: OwnPart, free: dict[_Kind, list[torch.Tensor]]) -> OwnPart:
-    """Return ``part`` with a copy of its elements, in memory of ``free`` if there is any. From a GPU the copy goes on."""
+    """Return ``part`` with a copy of its elements, in memory from ``free`` if any fits. Copies from a GPU are asynchronous."""
     value = part.read()
     if type(value) is not torch.Tensor:
         value = value.detach().as_subclass(torch.Tensor)

@@ -55,7 +55,7 @@ def parts_in(value: Any) -> Iterator[TensorPart]:
 
 
 def with_references(value: Any) -> Any:
-    """Return a copy of ``value`` in which the name of each :class:`TensorPart` or :class:`TensorName` stands in its place."""
+    """Return a copy of ``value`` with the name of each :class:`TensorPart` or :class:`TensorName` in place of the object."""
 
     def reference(item: Any) -> Any:
         return {_REFERENCE: item.name} if isinstance(item, (TensorPart, TensorName)) else item
@@ -70,7 +70,7 @@ def has_references(value: Any) -> bool:
 
 
 def with_tensors(value: Any, tensor_called: Callable[[str], Any]) -> Any:
-    """Return a copy of ``value`` in which ``tensor_called(name)`` stands where :func:`with_references` put the name."""
+    """Return a copy of ``value`` with ``tensor_called(name)`` in place of each name that :func:`with_references` put there."""
     return _mapped(value, lambda item: tensor_called(item[_REFERENCE]) if _is_reference(item) else item)
 
 

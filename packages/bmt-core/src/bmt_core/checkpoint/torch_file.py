@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that hold only tensors and plain values, which is checked when they are written and read."""
+"""Files of ``torch.save`` with tensors and plain values only, which is checked at writing and at reading."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _FileThatRemembersErrors(io.FileIO):
 
 
 def read_torch_file(path: Path) -> Any:
-    """Return what ``path`` holds. Its tensors are mapped from the file, so they take no memory until they are read.
+    """Return the contents of ``path``. Tensors are mapped from the file, so they take no memory until they are read.
 
     Raises :class:`CheckpointError` if there is no such file, if it is damaged or was not written by torch, and if it holds
     anything but tensors and plain values (torch's ``weights_only``).
@@ -70,7 +70,7 @@ def read_torch_file(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         if is_archive:
             raise CheckpointError(
-                f"{path} holds other things than tensors and plain values: {_refused(error)}."
+                f"{path} holds more than tensors and plain values: {_refused(error)}."
                 " If you trust it, load it with torch.load(weights_only=False) and save the state dict alone."
             ) from error
         raise CheckpointError(_not_whole(path)) from error
@@ -98,7 +98,7 @@ def to_bytes(value: object) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value of which :func:`to_bytes` made ``data``."""
+    """Return the value that :func:`to_bytes` serialised to ``data``."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 

@@ -1,7 +1,7 @@
 """``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it continues bit for bit.
 
 A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors that all ranks write (see
-:func:`save`), ``training.pt`` has all else, and the checksums of the others. A file ``latest`` beside it names the newest one.
+:func:`save`), ``training.pt`` has all else, and checksums of the other files. A file ``latest`` beside it names the newest one.
 A checkpoint is written under another name and renamed when it is complete, so that ``latest`` always names a complete one.
 """
 
@@ -58,21 +58,22 @@ def save_checkpoint(
     keep: int | None = None,
     non_blocking: bool = False,
 ) -> Path:
-    """Write all that is needed to continue bit for bit to ``dir/step-<step>`` and return that path. Collective.
+    """Write a checkpoint, from which training continues bit for bit, to ``dir/step-<step>``; return that path. Collective.
 
-    That is: the model; the optimizers, loss scale and schedulers of ``manager``; the state of every rank's random
+    It holds the model; the optimizers, loss scale and schedulers of ``manager``; the state of every rank's random
     generators (torch, its CUDA device, ``random``, numpy); ``step``; and rank 0's ``extra``, made of tensors and plain values,
-    for example the position in the data. ``manager`` is any object with ``state_dict()`` and ``load_state_dict()``, of which each
-    rank writes its own. If it has ``logical_state(named_parameters)`` and ``load_logical_state(named_parameters, state)``, as
-    ``OptimManager`` has, any number of ranks can load what it returns: a nest of dicts and lists of plain values and whole
-    tensors, which rank 0 writes, and of a :class:`TensorPart` on each rank for every tensor that is to be written like the model's.
+    for example the position in the data. ``manager`` is any object with ``state_dict()`` and ``load_state_dict()``; each rank
+    writes its own state dict. If it has ``logical_state(named_parameters)`` and ``load_logical_state(named_parameters, state)``, as
+    ``OptimManager`` has, any number of ranks can load the state. A logical state is made of nested dicts and lists: plain values
+    and whole tensors in it are written by rank 0; for a tensor that all ranks write, like the model's, each rank returns a
+    :class:`TensorPart`.
 
-    All ranks write their own parts to a directory that they share (see :func:`save`), and nothing is gathered.
-    If the program dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is, all but
-    ``keep`` are deleted: it, and those of the highest steps.
+    All ranks write their own parts to a directory that they share (see :func:`save`), and nothing is gathered. If the program
+    dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is complete, all but ``keep``
+    checkpoints are deleted: the new one and those of the highest steps stay.
 
     With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread writes while training goes
-    on. The next save or load, or :func:`wait_for_saves`, waits for it and raises an error that happens there. The memory of the
+    on. The next save or load, or :func:`wait_for_saves`, waits for the thread and raises its error. The memory of the
     copies, as many bytes as the rank's parts of model and optimizer have, is kept for the next such save until ``shutdown()``.
 
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
@@ -87,7 +88,9 @@ def save_checkpoint(
     with ExitStack() as stack:
         with collective_section(world_group(), what):
             join_last_save()
-            stack.enter_context(_removed_on_failure(temporary))  # to which nobody else writes now
+            stack.enter_context(
+                _removed_on_failure(temporary)
+            )  # after join_last_save(): no other save writes there now
             local_states = {MODEL: LocalState.of_model(model, is_snapshot=non_blocking)}
             check_entries(local_states[MODEL].entries)
             if world_group().rank == 0:
@@ -111,7 +114,7 @@ def save_checkpoint(
                     publish(temporary, final, keep)
 
     if non_blocking:
-        # The program goes on and changes what it gave.
+        # Copies, because training goes on and changes these objects.
         copies = tried(lambda: (copy.deepcopy(training), snapshot(*(save.parts() for save in saves))))
         start_save(what, lambda: write(copies))
     else:
@@ -124,8 +127,8 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
 
     ``dir`` is the directory given to :func:`save_checkpoint`, whose latest checkpoint is loaded, or one ``step-N`` in it.
     With ``manager`` None the optimizer's state is not loaded. The number of ranks may differ from the one at saving if the
-    optimizer's state is stored whole. Random generators whose states differed between ranks are then seeded from rank 0's
-    state and the rank, and a line is printed that says so.
+    optimizer's state is stored whole. Random generators that differed between ranks may then be seeded anew (see
+    :func:`restore_random_states`), and rank 0 prints a line that says so.
 
     Raises :class:`CheckpointError` on every rank. If the files are damaged or do not fit the model, nothing has been changed.
     """
@@ -161,9 +164,8 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
 def _training_state(
     folder: Path, model: nn.Module, manager: Any, step: int, extra: Any
 ) -> tuple[dict[str, Any], LocalState | None]:
-    """Return what rank 0 writes to ``training.pt``, and this rank's parts of the optimizer's tensors. Collective.
-
-    These are None if no rank has any. A manager whose state belongs to each rank has written it then.
+    """Return the content of ``training.pt``, and this rank's parts of the optimizer's tensors (None if no rank has any).
+    Collective. For a manager with one state for each rank, this writes the rank's state.
     """
     group, kind = world_group(), kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
@@ -200,7 +202,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if world_group().rank == 0:  # on a full disk, what was written would be in the way
+        if world_group().rank == 0:  # the unfinished files would keep a full disk full
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -216,6 +218,6 @@ def _restore_random(head: Mapping[str, Any], folder: Path, group: Group) -> None
     if seeded and group.rank == 0:
         print(
             f"bmt: {folder} was saved by {head['world_size']} rank(s) and is loaded by {group.size}: the random generators that"
-            f" differed between ranks ({', '.join(seeded)}) are seeded anew, from rank 0's state and the rank among the data.",
+            f" differed between ranks ({', '.join(seeded)}) are seeded anew, from rank 0's state and each rank's data rank.",
             flush=True,
         )

@@ -29,7 +29,7 @@ _DELETED, UNFINISHED = ".deleted", ".tmp"
 def latest(dir: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint in ``dir`` that was saved last, for :func:`load_checkpoint`; None if there is none. Not collective.
 
-    Raises :class:`CheckpointError`, which names the complete ones, if that checkpoint is not complete.
+    Raises :class:`CheckpointError` if that checkpoint is not complete; the error names the complete ones.
     """
     folder = Path(dir)
     named = _named_by_latest(folder)
@@ -48,7 +48,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def unfinished_after(folder: Path) -> list[Path]:
-    """Return the saves of later steps than the checkpoint ``folder`` that began beside it and did not finish."""
+    """Return the unfinished saves beside the checkpoint ``folder`` that are of later steps."""
     step = _STEP.fullmatch(folder.name)
     found = [(path, _STEP.fullmatch(path.stem)) for path in folder.parent.glob(f"step-*{UNFINISHED}")]
     return sorted(path for path, match in found if step and match and int(match[1]) > int(step[1]))
@@ -72,7 +72,7 @@ def read_training(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)}. Use another checkpoint.")
     for name, checksum in training["files"].items():
         found = file_checksum(folder / str(name))
-        if found not in (None, checksum):  # None: no such file, or no archive, which reading it will say
+        if found not in (None, checksum):  # None: no such file, or no archive; reading it will raise
             raise CheckpointError(
                 f"{folder / name} is not the file that was saved with {path.name}: it comes from another checkpoint."
                 " Copy the whole directory again."
@@ -81,14 +81,14 @@ def read_training(folder: Path) -> dict[str, Any]:
 
 
 def file_checksum(path: Path) -> str | None:
-    """Return a checksum of an index of safetensors, or of what a file of ``torch.save`` holds; None if it is neither."""
+    """Return a checksum of an index of safetensors files or of a file of ``torch.save``; None if it is neither."""
     if not path.name.endswith(INDEX_SUFFIX):
         return archive_checksum(path)
     return f"{zlib.crc32(path.read_bytes()):08x}" if path.is_file() else None
 
 
 def make_empty(folder: Path) -> None:
-    """Make the directory ``folder``, in place of what a program that died may have left there."""
+    """Create the empty directory ``folder``; delete what a program that died may have left there."""
     try:
         if folder.exists():
             shutil.rmtree(folder)
@@ -119,7 +119,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _delete(paths: list[Path]) -> None:
-    # Renamed first: if the program dies meanwhile, no half of a checkpoint has the name of a whole one.
+    # Renamed first: if the program dies meanwhile, no partly deleted checkpoint keeps the name of a whole one.
     for path in paths:
         doomed = path.with_name(path.name + _DELETED)
         try:
@@ -152,7 +152,7 @@ def _named_by_latest(folder: Path) -> Path | None:
 
 
 def _complete(folder: Path) -> Path | None:
-    # The second exists if the program died in publish_directory.
+    # The second candidate exists if the program died in publish_directory.
     candidates = (folder, previous_of(folder))
     return next(
         (path for path in candidates if (path / TRAINING).is_file() and (path / MODEL / INDEX_FILE).is_file()), None

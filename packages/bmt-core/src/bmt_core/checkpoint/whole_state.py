@@ -1,4 +1,5 @@
-"""``WholeState``: the tensors of a model or its optimizer, of which each rank holds parts; gives parts, or wholes one by one."""
+"""``WholeState``: the tensors of a model or an optimizer over all ranks. It yields this rank's parts, or whole tensors one by
+one."""
 
 from __future__ import annotations
 
@@ -44,16 +45,16 @@ class OwnPart(NamedTuple):
         return sum([end - start for start, end in self.ranges])
 
     def with_elements(self, elements: torch.Tensor) -> OwnPart:
-        """Return the same part, of ``elements`` in its place."""
+        """Return the same part with ``elements`` as its values."""
         return OwnPart(self.name, self.dtype, self.ranges, lambda: elements)
 
     def on_host(self) -> torch.Tensor:
-        """Return the elements, 1-D, in host memory. Nobody writes to them: they may be the parameter's own."""
+        """Return the elements, 1-D, in host memory. Do not write to them: they may be the parameter's own memory."""
         return self.read().detach().as_subclass(torch.Tensor).to("cpu").contiguous().view(-1)
 
 
 class LocalState:
-    """What this rank holds of a model's state dict, or of the tensors in a manager's state. Communicates nothing."""
+    """This rank's part of a model's state dict, or of the tensors in a manager's state. Communicates nothing."""
 
     def __init__(self, entries: dict[str, Any], metadata: Mapping[str, Any], values: Mapping[str, Value]) -> None:
         self.entries = entries
@@ -64,7 +65,7 @@ class LocalState:
     def of_model(cls, model: nn.Module, *, is_snapshot: bool = False) -> LocalState:
         """Return this rank's part of the state dict of ``model``; :class:`CheckpointError` if it cannot be stored.
 
-        With ``is_snapshot`` what is no tensor is copied, because the program may change it before it is written.
+        With ``is_snapshot``, values that are not tensors are copied, because the program may change them before they are written.
         """
         state = _state_with_parameters(model)
         first_names: dict[Any, str] = {}
@@ -89,7 +90,7 @@ class LocalState:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """What the values lie over the ranks like."""
+        """The parameters that tell how each value is distributed over ranks."""
         return [_like(value) for value in self.values.values()]
 
     def report(self) -> Report:
@@ -101,7 +102,7 @@ class LocalState:
 
 
 def _state_with_parameters(model: nn.Module) -> dict[str, Any]:
-    """Return what ``nn.Module.state_dict(keep_vars=True)`` returns: with the parameters themselves, which are not gathered.
+    """Return the result of ``nn.Module.state_dict(keep_vars=True)``: the parameters themselves, not gathered.
 
     A module's own ``state_dict`` is not called: libraries override it to call ``save`` or BMTrain's ``_save_to_rank0``.
     """
@@ -112,7 +113,7 @@ def _state_with_parameters(model: nn.Module) -> dict[str, Any]:
 
 
 def _with_module(state: Any, module: nn.Module, prefix: str) -> Any:
-    """Add what ``module`` and all below it save to ``state``; return it, or what a hook returns in its place."""
+    """Add the entries of ``module`` and its children to ``state``; return ``state``, or what a hook returns in its place."""
     metadata = state._metadata[prefix[:-1]] = {"version": module._version}
     with getattr(module, "_bmt_parameters_shown", nullcontext)():
         for before in module._state_dict_pre_hooks.values():
@@ -128,7 +129,7 @@ def _with_module(state: Any, module: nn.Module, prefix: str) -> Any:
 
 
 class Report(NamedTuple):
-    """What a rank holds, as it is sent to the other ranks."""
+    """What a rank tells the others about its :class:`LocalState`."""
 
     entries: dict[str, TensorEntry | None]  # None for a value in ``extra``
     extra: bytes  # values that are not tensors, by name, serialised
@@ -137,16 +138,16 @@ class Report(NamedTuple):
 
 
 class WholeState:
-    """What all ranks together hold: ``index`` says what that is, and :meth:`tensors` gathers its tensors.
+    """The state of all ranks together: ``index`` lists its entries, and :meth:`tensors` gathers its tensors.
 
     Ranks may hold different tensors, as pipeline stages do.
     """
 
     def __init__(self, local: LocalState, what: str) -> None:
-        """Make the index. Collective. If it fails on a rank, all raise an error that says it happened in ``what``."""
+        """Make the index. Collective. If that fails on one rank, all ranks raise an error that names ``what``."""
         self._values = local.values
         self._group, self._first_owners = _owners(local)
-        if self._group.size == 1:  # on every rank: each has all tensors, and there is nothing to compare
+        if self._group.size == 1:  # then so it is on every rank: each has all tensors, and there is nothing to compare
             self._holders = dict.fromkeys(local.entries, 0)
             self.index = Index(entries=local.entries, metadata=local.metadata)
             return
@@ -182,7 +183,8 @@ class WholeState:
             raise failure
 
     def own_parts(self) -> list[OwnPart]:
-        """Return what this rank writes where all ranks write. Together they write every element once. Communicates nothing."""
+        """Return this rank's parts for a save in which all ranks write. Together they have every element once. Communicates
+        nothing."""
         parts = []
         rank = world_group().rank
         for name, entry in self.index.own_tensors.items():
@@ -192,7 +194,7 @@ class WholeState:
             parameter = _like(value)
             own: slice | None = None
             if isinstance(parameter, DistributedParameter):
-                if parameter.numel() == 0:  # most are, of many ranks
+                if parameter.numel() == 0:  # on many ranks, most parts are empty
                     continue
                 own, ranges = parameter.saved_elements()
                 if own.start >= own.stop:
@@ -207,7 +209,7 @@ class WholeState:
         return parts
 
     def _on_host(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return ``whole`` in host memory that nothing else uses."""
+        """Return ``whole`` in host memory, copied if anything else uses its memory."""
         value = self._values.get(name)
         like = None if value is None else _like(value)  # None: received from another rank
         was_made = like is None or (isinstance(like, DistributedParameter) and like.is_sharded)
@@ -217,7 +219,8 @@ class WholeState:
         return whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
-        """Gather the tensor on ``rank`` of the world. Others get None, or their value of one that is not distributed."""
+        """Gather the tensor on ``rank`` of the world and return it; on other ranks None. If it is not distributed, return this
+        rank's value."""
         value = self._values.get(name)
         if isinstance(value, TensorPart):
             part, parameter, shape = value.value(), value.parameter, value.shape
@@ -228,13 +231,13 @@ class WholeState:
         return value.gather_on(rank) if isinstance(value, DistributedParameter) else value
 
     def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
-        """Gather the tensor on rank 0, which is sent those of which it has no part."""
+        """Gather the tensor on rank 0. If rank 0 has no part of it, another rank gathers it and broadcasts it."""
         holder = self._holders[name]
         whole = self._gathered_on(self._first_owners[holder], name)
         return whole if holder == 0 or 0 not in self._group.ranks else self._sent(holder, whole, entry)
 
     def _sent(self, holder: int, whole: torch.Tensor | None, entry: TensorEntry) -> torch.Tensor:
-        """Return ``whole``, which ``holder`` has, on every rank of the group. Collective."""
+        """Broadcast ``whole`` from ``holder`` and return it on every rank of the group. Collective."""
         device = current().device
         if self._group.rank == holder:
             assert whole is not None
@@ -247,7 +250,7 @@ class WholeState:
 
 
 def _elements(value: Value, own: slice | None) -> torch.Tensor:
-    """Return the elements of ``value``, those of ``own`` if it is a part of a tensor and not a whole one."""
+    """Return the elements of ``value``, or only those of the slice ``own``, with all updates done."""
     parameter = _like(value)
     if isinstance(parameter, DistributedParameter):
         parameter.wait_for_updates()
@@ -263,7 +266,7 @@ def _like(value: Value) -> torch.Tensor:
 
 
 def _owners(local: LocalState) -> tuple[Group, Sequence[int]]:
-    """Return the group of ranks that together hold the whole model, this one among them, and such ranks with rank 0. Collective."""
+    """Return this rank's group of ranks that together hold the whole model, and the ranks of rank 0's such group. Collective."""
     if not is_initialized():
         return SingleGroup(0), (0,)
     axes, topology = axes_of_owners(local.parameters), current().topology
@@ -278,7 +281,7 @@ def _entry(name: str, holder: int, reports: Sequence[Report], local: LocalState,
 
 
 def whole_shape(value: torch.Tensor) -> torch.Size:
-    """Return the shape of the whole of a parameter or buffer. Communicates nothing."""
+    """Return the shape of the whole parameter or buffer. Communicates nothing."""
     return value.whole_shape if isinstance(value, DistributedParameter) else value.shape
 
 
@@ -292,7 +295,8 @@ def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor | None]]:
-    """Yield (name, module, tensor) for all that ``load_state_dict`` sets: tied tensors under every name, None for extra state."""
+    """Yield (name, module, tensor) for every key that ``load_state_dict`` sets; ties under every name, extra state with tensor
+    None."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]

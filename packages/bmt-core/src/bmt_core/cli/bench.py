@@ -39,7 +39,7 @@ def parse_bytes(text: str) -> int:
 def bench(operations: tuple[str, ...], max_bytes: int | None, device: str | None) -> None:
     """Measure all_gather, reduce_scatter and send_recv.
 
-    Start it like a training: torchrun --nproc_per_node=N -m bmt_core.cli bench. The calls go through the backend of the run,
+    Start it like a training: torchrun --nproc_per_node=N -m bmt_core.cli bench. It uses the backend of the run,
     sizes grow, and rank 0 prints. Bus bandwidth is S/t x (n-1)/n for all_gather and reduce_scatter of S bytes over n ranks, and
     S/t for send_recv.
     """

@@ -27,7 +27,7 @@ _PATH = click.Path(path_type=Path)
 def checkpoint() -> None:
     """Inspect, verify, convert and compare checkpoints.
 
-    PATH is a file, a directory of safetensors, or a directory that save_checkpoint() wrote to, of which the model is taken.
+    PATH is a file, a directory of safetensors, or a directory of save_checkpoint(), whose model is then meant.
     """
 
 

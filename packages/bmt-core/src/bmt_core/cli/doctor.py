@@ -31,11 +31,10 @@ _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "advice": "c
 
 @click.command()
 def doctor() -> None:
-    """Look for what is broken or slow, and say what to do.
+    """Find what is broken or slow in this installation, and say what to do.
 
-    Reports on torch, device, the packages of bmt, installed or not, communication backends, kernels, plugins, the axes of the rank
-    grid and environment variables.
-    Exit status 1 when something cannot work; warnings leave it 0.
+    Reports on torch, the device, bmt's packages, communication backends, kernels, plugins, the axes of the rank grid and
+    environment variables. Exit status 1 when something cannot work; warnings leave it 0.
     """
     report = Report(make_console())
     registry = Registry.load_what_works()
@@ -51,7 +50,7 @@ def doctor() -> None:
 
 
 class Report:
-    """Prints tables, counts errors and warnings, and ends the program with the status that follows."""
+    """Prints tables, counts errors and warnings, and ends the program with status 1 if there was an error."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -126,7 +125,7 @@ def _package_state(name: str, package: Package) -> tuple[str, str]:
     if own is None:
         return (
             "warning",
-            f"{package.module} can be imported and {name} is not installed, so that bmt does not find its plugin.",
+            f"{package.module} can be imported but {name} is not installed, so bmt does not find its plugin.",
         )
     if own != core:
         return "error", f"version {own}, beside bmt-core {core}. Install one version of all packages."

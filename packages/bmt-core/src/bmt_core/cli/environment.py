@@ -14,7 +14,7 @@ Severity = Literal["error", "warning", "advice"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A variable of the environment that matters, what it does, and what to do about it."""
+    """An environment variable with its effect on a run and the remedy."""
 
     severity: Severity
     variable: str
@@ -24,7 +24,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine that the environment is for. ``cores`` is how many of them this process may use."""
+    """The machine whose environment is examined. ``cores`` is the number that this process may use."""
 
     cores: int
     device_type: str
@@ -144,7 +144,7 @@ _RULES = (
 
 
 def _rendezvous(environ: Mapping[str, str]) -> Iterable[Finding]:
-    """Check the launcher's variables by the code that reads them at the start, and whether some of them are missing."""
+    """Check the launcher's variables with the code that reads them at start, and find out whether some are missing."""
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = [name for name in launchers if name in environ]
     try:

@@ -19,7 +19,7 @@ COMMANDS: list[click.Command] = [bench, checkpoint, doctor, plugins]
 
 
 class Program(click.Group):
-    """A click group that asks plugins for more commands. Core's own work even if plugins are broken."""
+    """A click group that asks plugins for more commands. Core's commands work even if plugins are broken."""
 
     @cached_property
     def _registry(self) -> Registry:
@@ -44,13 +44,13 @@ class Program(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """End the help with a hint when plugins do not work."""
+        """End the help with a hint if plugins do not work."""
         if hint := self._hint().strip():
             formatter.write_paragraph()
             formatter.write_text(hint)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Of bmt's own errors only the message is printed, and the exit status is 1."""
+        """Run the command. For bmt's own errors, print only the message and exit with status 1."""
         try:
             return super().invoke(ctx)
         except BmtError as error:

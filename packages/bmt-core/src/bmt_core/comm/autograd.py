@@ -30,8 +30,8 @@ class AllGather(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """Reduction over W ranks. Backward: the gradient for sum; divided by W for avg; where the input is the output for max and
-    min, and 0 elsewhere; times the product of the other ranks' inputs for prod.
+    """Reduction over W ranks. Backward, by operation: sum: the gradient; avg: the gradient / W; max, min: the gradient where this
+    rank's input is the output, 0 elsewhere; prod: the gradient times the product of the other ranks' inputs.
     """
 
     @staticmethod

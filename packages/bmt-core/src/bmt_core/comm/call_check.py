@@ -1,20 +1,20 @@
-"""``CallCheck``: gives every collective a number and a text, and raises on a rank whose text differs from the others'.
+"""``CallCheck``: describes every collective by a number and a text, and raises on a rank whose text differs from the others'.
 
-[Note: how calls are checked] If a rank is alone in a collective, or in another one than the rest, it would hang, gloo would abort
-its process, or the data of different calls would be mixed. Two checks prevent this, both through the rendezvous store.
+[Note: how calls are checked] A rank that is alone in a collective, or in another one than the rest, would hang, gloo would abort
+its process, or data of different calls would be mixed. Two checks prevent this, both through the rendezvous store.
 
-- *Before* a collective, :meth:`GroupCalls.enter` compares operation, size, dtype and the name of what travels with those of the
-  first rank that entered the call of this number in this group: one request (``compare_set``), which waits for nobody. A
-  rank that differs enters nothing and raises, so gloo sees no message of a wrong size.
+- *Before* a collective, :meth:`GroupCalls.enter` compares operation, size, dtype and the tensor's name with those of the first rank
+  that entered the call of this number in this group. That is one request (``compare_set``), which waits for nobody. A rank that
+  differs raises before it starts the collective, so gloo sees no message of a wrong size.
 - *During* a collective, the main thread waits one second at a time, and in between asks :class:`CallWatch` whether the run has
-  failed. The watch is a thread that every second writes what this rank has entered, what it waits for, and whether it has ended.
+  failed. The watch is a thread that writes every second what this rank has entered, what it waits for, and whether it has ended.
   When this rank has waited two seconds, the watch reads what the others wrote. If a member has ended, or ranks wait for each other
   in different groups, the calls of all ranks fail. Members that have not entered the call are named in a warning. If a connection
   is lost, some rank is gone: it is the one whose watch has stopped writing.
 
 The first failure is written to the store. Every rank raises it in the call in which it waits, or in its next one.
 
-On the CPU all calls are checked, unless the ranks meet in a file, which every comparison would make longer. On a GPU the host does
+On the CPU all calls are checked, unless the rendezvous is a file, which would grow with every comparison. On a GPU the host does
 not wait for a collective, and cannot cancel one. So there the host waits before it starts a collective until all members have
 entered it. It does so for the first calls of each group (which include rare calls such as those of ``save``), or for all calls with
 ``check_calls=True``. Sends and receives have no number; only lost connections are noticed.
@@ -79,10 +79,10 @@ class GroupCalls:
         self._ranks = ranks
         self._number = 0
         self._device_calls_left = check.first_calls
-        self._slots = [""] * _SLOTS  # as they are stored
+        self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
 
     def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
-        """Enter the next call: ``operation``, its name and what else must be equal on all ranks, with ``tensor`` of this rank.
+        """Enter the next call. ``operation`` is its name and all that must be equal on all ranks, ``tensor`` this rank's tensor.
 
         Raises :class:`CallError` if another rank has entered a different call.
         """
@@ -90,21 +90,20 @@ class GroupCalls:
         return self._enter(text + _names.shown, compared=text + _names.compared)
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
-        """Do the same for a call on a GPU, and return when all members have entered it.
-
-        Does nothing once the first calls of the group are checked.
+        """Like :meth:`enter`, for a call on a GPU; return when all members have entered it. After the group's first calls, do
+        nothing.
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
             self._meet(self.enter(operation, tensor))
 
     def connect(self) -> None:
-        """Return when all members are about to connect the group, because connecting has no timeout of its own."""
+        """Wait until all members are about to connect the group, because connecting has no timeout of its own."""
         text = "the first operation on the group"
         self._meet(self._enter(text + _names.shown, compared=text))
 
     def wait(self, call: Call, work: dist.Work) -> None:
-        """Wait for ``work``, which is that of ``call`` on the CPU."""
+        """Wait for ``work``, which ``call`` has started on the CPU."""
         begin = time.monotonic()
         self._watch.begin_wait(call)
         try:
@@ -139,10 +138,9 @@ class GroupCalls:
         return call
 
     def _first_entry(self, number: int, compared: str, shown: str) -> tuple[int, str] | None:
-        """Return (rank, shown text) of the rank that entered the call first, if its text differs from ``compared``; or None.
-
-        A slot holds the entry of the first rank, until the call :data:`_SLOTS` later replaces it. Every rank remembers what it last
-        saw in the slot, so one ``compare_set`` either replaces this, or returns the entry of a faster rank.
+        """Return (rank, shown text) of the rank that entered the call first if its text differs from ``compared``, else None. A
+        slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every rank remembers what it last saw in
+        the slot, so one ``compare_set`` either replaces that or returns the entry of a faster rank.
         """
         slot = number % _SLOTS
         seen = _Entry.of(self._slots[slot])
@@ -165,7 +163,7 @@ class GroupCalls:
         try:
             count, pause = self._store.add(f"{key}{call.number}", 1), _SHORTEST_PAUSE
             if count == len(self._ranks):
-                self._store.delete_key(f"{key}{call.number - 1}")  # which all have left
+                self._store.delete_key(f"{key}{call.number - 1}")  # all members have left that call
             while count < len(self._ranks):
                 self._watch.raise_failure(call)
                 if time.monotonic() > end:
@@ -185,7 +183,7 @@ class GroupCalls:
 
 
 class naming:  # a context manager that is read like a function
-    """Inside, errors about collectives say their ``purpose``, such as the name of a parameter.
+    """Inside, errors about collectives name the collective's ``purpose``, such as a parameter's name.
 
     The purpose is compared between ranks; pass ``is_compared=False`` if it may differ.
     """
@@ -229,7 +227,7 @@ _names = _Names()
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Wait for ``work`` for one piece of time; return whether it has ended, or raise what has ended it."""
+    """Wait at most :data:`_PIECE` for ``work``; return whether it has ended, or raise its error."""
     try:
         work.wait(_PIECE)
     except RuntimeError:

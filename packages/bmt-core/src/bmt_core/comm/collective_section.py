@@ -24,9 +24,9 @@ class SectionResults:
 def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
     """If the body of the ``with`` statement raises on one rank of ``group``, raise on all of them. Collective at its end.
 
-    A rank whose body failed raises its own error. The others raise an error that names this rank and ``what``. It has the same
-    class if that is one of bmt's, otherwise it is a :class:`RemoteError`, as when a rank died. The body must not call a
-    collective after a point where a single rank can fail. Ranks can exchange small objects: see :class:`SectionResults`.
+    A rank whose body failed raises its own error. The others raise an error that names the failed rank and ``what``: of the same
+    class if that is one of bmt's, otherwise a :class:`RemoteError`, as when a rank died. The body must not call a collective after
+    a point where a single rank can fail. Ranks can exchange small objects: see :class:`SectionResults`.
     """
     failure: Exception | None = None
     results = SectionResults()
@@ -42,7 +42,7 @@ def collective_section(group: Group, what: str) -> Iterator[SectionResults]:
     except RemoteError as error:  # the connection to a rank broke
         if kind is not None and failure is not None:
             raise failure from error
-        if isinstance(error, CallError):  # which says itself which ranks and what calls
+        if isinstance(error, CallError):  # its message names the ranks and their calls
             raise error from failure
         raise RemoteError(f"{what}: {error}") from failure or error
     if failure is not None:

@@ -21,7 +21,7 @@ class Work(Protocol):
     """An operation that was started and may not have finished."""
 
     def wait(self) -> None:
-        """Wait for the operation: the current stream does on CUDA, the calling thread on the CPU."""
+        """Make the current stream (CUDA) or the calling thread (CPU) wait until the operation has finished."""
 
 
 class Finished:
@@ -67,7 +67,7 @@ class Group(ABC):
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
         """Fill 1-D ``output`` (size * n elements) with the 1-D ``input`` (n) of every rank, in rank order.
 
-        ``input`` may be the own slice of ``output``.
+        ``input`` may be this rank's slice of ``output``.
         """
 
     @abstractmethod

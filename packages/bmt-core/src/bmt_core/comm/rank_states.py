@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A collective call that a rank has entered: the call ``number`` (from 1) of the group ``group``, made of ``ranks``."""
+    """A collective call that a rank has entered: number ``number`` (from 1) in ``group``, whose members are ``ranks``."""
 
     group: str
     ranks: tuple[int, ...]
@@ -63,7 +63,7 @@ def missing_ranks(call: Call, states: Mapping[int, RankState]) -> list[int]:
 def ring_of_waits(start: int, states: Mapping[int, RankState]) -> list[int]:
     """Return a ring of ranks in which each waits for the next and the last for the first; empty if ``start`` leads to none.
 
-    A rank that is in a call waits for the members that have not entered it. Such a member may be in a call itself, and cannot come
+    A rank that is in a call waits for the members that have not entered it. If such a member is in another call, it cannot come
     before that call ends.
     """
     path: list[int] = []

@@ -4,8 +4,8 @@
 Gloo runs collectives in its own threads, which release a tensor a moment after the caller has waited for the collective. If that
 happens while the interpreter exits, the process aborts, so the threads must end earlier. They end when torch's process group is
 freed. Models keep a reference to their :class:`TorchGroup`, so :meth:`TorchBackend.close` removes the process group from it. But
-freeing a process group waits for its unfinished collectives, perhaps for ranks that never come. A process group that has some is
-therefore leaked on purpose, with their tensors, so that a rank that failed can exit.
+freeing a process group waits for its unfinished collectives, perhaps for ranks that never come. So a process group with unfinished
+collectives is leaked on purpose, with their tensors, so that a rank that failed can exit.
 
 [Note: groups are made by their members]
 A group is made when it is first used, by its members alone. So groups are found by name and not by counting
@@ -85,7 +85,7 @@ class TorchGroup(Group):
         if output.dtype == input.dtype:
             if input.is_cuda:
                 return self._started(name, _reduce_scatter_single, output, input, op=_REDUCE_OPS[op])
-            # What gloo's reduce-scatter does. But that cannot be waited for in pieces.
+            # Gloo's own reduce-scatter does the same, but one cannot wait for it in short pieces of time.
             whole = input.clone()
             work = self._started(name, dist.all_reduce, whole, op=_REDUCE_OPS[op])
             return PartOfSum(work, whole[self.rank * output.numel() :][: output.numel()], output)
@@ -136,9 +136,9 @@ class TorchGroup(Group):
     def _swap(self, outgoing: torch.Tensor | None, incoming: torch.Tensor | None) -> None:
         """Send to the other rank of a group of two, receive from it, or both, on the current stream: an all-to-all.
 
-        Torch's batches of sends and receives take the host several times as long, for the same call of NCCL's. In a larger group an
-        all-to-all would wait for ranks that do not take part: torch sends empty parts, too. The process group is called itself,
-        because torch's function around it takes the host as long again.
+        Torch's batches of sends and receives take several times as much host time for the same NCCL call. In a larger group an
+        all-to-all would wait for ranks that do not take part: torch sends empty parts, too. This calls the process group directly,
+        because torch's function around it would double the host time.
         """
         sent = None if outgoing is None else _sendable(outgoing)
         received = None if incoming is None else _sendable(incoming)
@@ -282,7 +282,8 @@ class TorchBackend(CommBackend):
         return process_group
 
     def _connect_devices(self, process_group: Any) -> None:
-        """Make NCCL connect all members now. It would do so in the first operation, which may be a send between two of them."""
+        """Make NCCL connect all members now. Otherwise it would do so in the first operation, which may be a send between two of
+        them."""
         if self.context.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
@@ -369,8 +370,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
             f"A collective needs contiguous tensors, and this one has shape {tuple(tensor.shape)} and strides"
             f" {tensor.stride()}. Call .contiguous() first."
         )
-    # gloo and NCCL do not know every dtype (complex, float8), but they know bytes. A tensor of one element has no view of
-    # bytes when it has no dim, or when its stride, which can be any, is not 1.
+    # gloo and NCCL do not know every dtype (complex, float8), but they know bytes. A tensor of one element cannot be viewed as
+    # bytes if it is 0-D, or if its stride, which is arbitrary, is not 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -1,4 +1,5 @@
-"""``ModelOrder``: initialises what several ranks have parts of in the order, and with the random numbers, of one process."""
+"""``ModelOrder``: initialises a model whose layers are on several ranks, in the order and with the random numbers of one
+process."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from bmt_core.run.runtime import current
 
 
 class ModelOrder:
-    """The order of the whole model for ``names``, of which this rank has some: parameters or modules, in its own order.
+    """The whole model's order of parameters or modules, merged from the ``names`` of each rank in that rank's order.
 
     If ranks have layers of their own, as pipeline stages do, they take turns: each continues the random numbers of the rank with
     the layers before. ``owners`` are the ranks that together have the whole model. Making it and :meth:`run` are collective
@@ -37,8 +38,8 @@ class ModelOrder:
     def run(self, initialize: Callable[[str], object]) -> None:
         """Call ``initialize`` with each name that this rank has, when it is its turn.
 
-        What raises on one rank raises on all, as :func:`collective_section` does. :class:`ConfigError` if the ranks have different
-        random numbers before, or would go on with different ones, because what all ranks have draws more on some of them.
+        An error on one rank is raised on all, as by :func:`collective_section`. :class:`ConfigError` if the ranks' generators
+        differ before, or after a module that all ranks have and that draws more on some of them.
         """
         failure: Exception | None = None
         if self._holders and not self._draw_alike():
@@ -76,7 +77,7 @@ class ModelOrder:
         return len(set(all_gather_object(digest, self._owners))) == 1
 
     def _hand_over(self, holder: int, failure: Exception | None) -> None:
-        """Go on with the random numbers of the rank ``holder`` of the owners."""
+        """Set this rank's generators to the states of rank ``holder`` of the owners."""
         told = all_gather_object((_report(failure), _states() if self._owners.rank == holder else None), self._owners)
         self._raise_if_any([report for report, _ in told], failure)
         host, *on_device = told[holder][1]

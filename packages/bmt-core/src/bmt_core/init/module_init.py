@@ -46,9 +46,9 @@ def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None
     a constructor did is not repeated.
 
     All ranks draw the same numbers, and ranks that have layers of their own, as pipeline stages do, take turns, so the values are
-    those of one process, for any number of ranks: :class:`ConfigError` if that cannot be, because a module that all ranks have
-    draws the values of such layers. Collective if the grid has axes besides ``dp``, or an enclosing module reads a parameter
-    that a module inside it initialised.
+    those of one process, for any number of ranks. :class:`ConfigError` if a module that all ranks have draws the values of layers
+    that only some have. Collective if the grid has axes besides ``dp``, or an enclosing module reads a parameter that a module
+    inside it initialised.
     """
     plain = [name for name, p in model.named_parameters() if p.is_meta and not isinstance(p, DistributedParameter)]
     if plain:
@@ -138,7 +138,7 @@ def _initialize(
 class _Place(NamedTuple):
     name: str
     module: nn.Module
-    owner: nn.Module | None  # it or the nearest module around it that has _init_weights
+    owner: nn.Module | None  # the nearest module with _init_weights: itself or one around it
     in_block: bool  # whether a Block contains it
 
 

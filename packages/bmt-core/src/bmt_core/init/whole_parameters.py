@@ -2,9 +2,9 @@
 
 [Note: whole while initialised] ``reset_parameters()``, ``_init_weights()`` and users' functions write to whole parameters, and
 not only to those of one module: a model may initialise all of its layers again. So while a model is initialised, its modules
-hold their parameters in dictionaries that make a parameter whole when it is read. It stays the same object, and its data
-becomes a whole tensor. If the parameter has values, they are gathered; if not, the tensor is filled with NaN, and where NaN is
-left nothing was written. At the end of the Block, or when others need the memory, this rank copies its part back.
+hold their parameters in dictionaries that make a parameter whole when it is read. The parameter stays the same object, and its data
+becomes a whole tensor. If the parameter has values, they are gathered; if not, the tensor is filled with NaN, and NaN that is left
+shows where nothing was written. At the end of the Block, or when other parameters need the memory, this rank copies its part back.
 
 The data of a parameter that is not whole is a placeholder: one element, expanded to the whole shape. Code that kept a
 reference to the parameter and writes to it then gets an error, from torch or because the parameter's version has changed.
@@ -33,7 +33,7 @@ class _State:
     name: str
     part: torch.Tensor
     is_target: bool
-    has_values: bool  # the part, or the whole tensor while there is one
+    has_values: bool  # of the part, or of the whole tensor while there is one
     version: int = 0  # of the parameter, when its data was last replaced
 
 
@@ -79,7 +79,7 @@ class WholeParameters:
             raise _not_whole(", ".join(lost))
 
     def call(self, init: Callable[[nn.Module], Any], module: nn.Module) -> set[Any]:
-        """Call ``init(module)``. Return the targets among the parameters of ``module`` itself to which it did not write.
+        """Call ``init(module)``. Return the targets among the parameters of ``module`` itself to which ``init`` did not write.
 
         Parameters of ``module`` itself that have values before the call keep them.
         """

@@ -16,8 +16,8 @@ _COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean
 def format_summary(summary: Sequence[Statistics]) -> str:
     """Return ``summary``, a list of dicts as :func:`inspect_model` returns it, as a text table of BMTrain's layout.
 
-    The column of names is as wide as the longest name and 4 more, that of shapes 20, others 10. What is longer is cut; floats have
-    four decimals; what a dict lacks is left empty.
+    The name column is 4 characters wider than the longest name, the shape column is 20 wide, others 10. Longer texts are cut;
+    floats have four decimals; a key that a dict lacks gives an empty cell.
     """
     longest = max(len(_text(item.get("name", "name"))) for item in [{}, *summary])
     widths = [longest + 4, 20, *[10] * (len(_COLUMNS) - 2)]
@@ -29,7 +29,7 @@ def format_summary(summary: Sequence[Statistics]) -> str:
 
 def summary_table(summary: Sequence[Statistics], title: str = "") -> Table:
     """Return ``summary`` as a table of rich, which cuts nothing: ``rich.print(summary_table(inspect_model(model, "*")))``."""
-    from rich.table import Table  # here: the engine imports this package, and needs no tables
+    from rich.table import Table  # here: training imports this package, and needs no tables
 
     table = Table(title=title or None)
     for column in _COLUMNS:

@@ -33,10 +33,10 @@ def inspect_model(model: nn.Module, param_name: str, prefix: str = "") -> list[S
 
         name shape std mean max min grad_std grad_mean
 
-    They are those of the whole parameter, of the shape that it has in plain torch, for every grid of ranks and on every rank: of
-    all slices that tensor parallelism makes, and of the layers of all stages of a pipeline. ``std`` is unbiased, as
-    ``Tensor.std()``; ``grad_std`` and ``grad_mean`` are 0 without a gradient. A gradient is described as it is in ``.grad``: summed
-    over the ranks, and scaled if the loss was. Of an ordinary parameter, the first rank's values and gradient count.
+    Statistics and shape are those of the whole parameter in plain torch, on every rank and for every grid: slices of tensor
+    parallelism are joined, and the layers of all pipeline stages are included. ``std`` is unbiased, as ``Tensor.std()``;
+    ``grad_std`` and ``grad_mean`` are 0 without a gradient. A gradient is described as it is in ``.grad``: summed over the ranks,
+    and scaled if the loss was. For an ordinary parameter, the first rank's values and gradient are described.
 
     Each rank computes with its own parts, in float64, and a few numbers per parameter are exchanged in one collective; no parameter
     is gathered. Gradients that ``no_sync`` holds back are reduced first. Collective over all ranks.
@@ -75,7 +75,8 @@ def _rows_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _places_in_model(every: Iterable[torch.Tensor], found: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
-    """Return what this rank and those of other stages have ``found``, in the order of the whole model. Collective."""
+    """Return the places of the parameters that this rank and other stages have ``found``, in the whole model's order.
+    Collective."""
     owners = group_of_owners(every)
     own = {
         name: _Place(tuple(whole_shape(p)), isinstance(p, DistributedParameter), own_axes([p]))

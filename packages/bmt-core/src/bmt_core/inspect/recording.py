@@ -13,18 +13,18 @@ import torch
 from bmt_core.inspect.statistics import joined, moments, row
 from bmt_core.torch_internals import backward_pass, never_compiled
 
-_OUTSIDE = 1 << 62  # in place of a part's number: it comes after all parts of the call
+_OUTSIDE = 1 << 62  # the part's number of what is recorded outside of parts: it comes after all parts of the call
 
 
 class Section(NamedTuple):
-    """When something was recorded, in the order of the model: after how many calls of :class:`BatchParts`, and in which part."""
+    """A place in the model's order: the number of :class:`BatchParts` made before, and the part."""
 
     call: int
     part: int
 
 
 class _Piece:
-    """What one call of :func:`record_tensor` has recorded. The statistics are computed at once: the code may go on in place."""
+    """The tensor of one call of :func:`record_tensor`. Its statistics are computed at once: the code may change it in place."""
 
     def __init__(self, tensor: torch.Tensor, follows_gradient: bool) -> None:
         self.tensor = tensor
@@ -79,7 +79,7 @@ class Recording:
         return dict(sorted(self._sections.items()))
 
     def named(self) -> Iterator[tuple[str, RecordedTensor]]:
-        """Yield the names of what this rank has recorded, and the tensors."""
+        """Yield the name and the tensor of all that this rank has recorded."""
         tensors = [tensor for section in self.sections().values() for tensor in section]
         yield from zip(numbered_names((t.name, t.group) for t in tensors), tensors, strict=True)
 
@@ -105,9 +105,9 @@ class Recording:
 
 
 class BatchParts:
-    """One call of a model, or of a list of layers, of which a schedule runs part by part and micro-batch by micro-batch.
+    """One call of a model, or of a list of layers, that a schedule runs by parts and micro-batches.
 
-    So that what is recorded is put together again: micro-batches are joined, and parts are put in the model's order. Every rank
+    It lets recorded tensors be put together: micro-batches are joined, and parts are put in the model's order. Every rank
     makes one at the beginning of each such call, and surrounds the forward of each of its parts by :meth:`forward`, in the
     order of the micro-batches.
     """
@@ -131,7 +131,7 @@ class BatchParts:
 
 
 class _State:
-    """Of the process, not of a thread: on GPUs torch runs backward, and what it recomputes, in threads of its own."""
+    """Shared by all threads: on GPUs torch runs backward, and the recomputation in it, in threads of its own."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
@@ -150,7 +150,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     to ``.grad`` of a tensor after ``retain_grad()``, unless ``requires_grad`` is False. The tensor, and its gradient, are kept as
     long as the inspector is.
 
-    In a forward that a backward pass runs again, for activation checkpointing, nothing is recorded: the first one was. Only
+    If a backward pass runs a forward again, for activation checkpointing, nothing is recorded: the first forward was. Only
     ``torch.utils.checkpoint(use_reentrant=True)`` hides the gradient, for its first forward has no graph. Record activations, not
     parameters, whose memory may be freed after the forward: :func:`inspect_model` describes those.
     """

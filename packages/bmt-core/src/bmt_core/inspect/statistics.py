@@ -20,7 +20,7 @@ NOTHING = (0.0, 0.0, 0.0, torch.inf, -torch.inf, *_NO_GRADIENT)
 """The row of a rank that has no element of a tensor."""
 
 Statistics = dict[str, Any]
-"""What is told of one tensor: ``name shape std mean max min grad_std grad_mean``."""
+"""The statistics of one tensor: ``name shape std mean max min grad_std grad_mean``."""
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def row(values: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
 def joined(rows: torch.Tensor) -> torch.Tensor:
     """Return the row of the tensor whose parts have the given ``rows``.
 
-    If some parts have a gradient and others have none, theirs is zero, as that of rows that took no part in the loss.
+    If only some parts have a gradient, that of the others counts as zero, because they took no part in the loss.
     """
     values = _joined(rows[:, :_HAS_GRADIENT])
     gradient = torch.cat([rows[:, :1], rows[:, _GRADIENT_MEAN:], rows[:, _LEAST : _LARGEST + 1]], 1)
@@ -53,7 +53,7 @@ def described(numbers: torch.Tensor, numel: int | None = None) -> dict[str, floa
     """Return the statistics in a row of ``numbers``: ``std mean max min grad_std grad_mean``.
 
     ``numel`` is the number of elements of the whole tensor, if several ranks have counted the same ones. The standard deviation is
-    unbiased, √(s / (n − 1)). Without a gradient ``grad_std`` and ``grad_mean`` are 0; of no elements all are NaN.
+    unbiased, √(s / (n − 1)). Without a gradient ``grad_std`` and ``grad_mean`` are 0; without elements the others are NaN.
     """
     count, mean, squares, least, largest, has_gradient, gradient_mean, gradient_squares = numbers
     of_whole = count if numel is None else count.new_tensor(numel)

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank tells of a tensor: the shapes of its pieces, and the row of numbers over all of them."""
+    """A rank's report about a tensor: the shapes of its pieces, and one row of numbers that describes all of them."""
 
     name: str
     group: str | None
@@ -38,14 +38,15 @@ class _Part:
 
 
 class TensorInspector:
-    """What was recorded inside :func:`inspect_tensor`. Keeps the tensors, and their graphs, as long as it lives."""
+    """The tensors recorded inside :func:`inspect_tensor`. It keeps them, and their graphs, as long as it lives."""
 
     def __init__(self) -> None:
         self._recording = Recording()
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """What this rank alone has recorded, in the form of :meth:`get_summary`, and each ``tensor``. Communicates nothing."""
+        """The statistics of this rank's tensors alone, in the form of :meth:`get_summary`, with each ``tensor``. Communicates
+        nothing."""
         named = list(self._recording.named())
         return [
             {"name": name, **_described([_part_of(recorded)]), "tensor": recorded.tensor} for name, recorded in named
@@ -55,14 +56,14 @@ class TensorInspector:
         """Return the statistics of each recorded tensor over the global batch. Collective over all ranks.
 
         One dict per tensor, in the order of the model: ``name shape std mean max min grad_std grad_mean``. The name is
-        ``"{group.}{i}.{name}"``, where i counts what has the same name and group. ``std`` is unbiased, as ``Tensor.std()``;
-        ``grad_std`` and ``grad_mean`` are those of the gradients that backward passes have brought so far, as they came (of a
-        scaled loss, scaled), and 0 without any.
+        ``"{group.}{i}.{name}"``, where i counts the tensors of one name and group. ``std`` is unbiased, as ``Tensor.std()``;
+        ``grad_std`` and ``grad_mean`` describe the sum of the gradients of all backward passes so far, scaled if the loss was; they
+        are 0 without any.
 
-        What counts: the rows of all ranks that see different data. Ranks that see the same data (along ``tp``) count once if what
-        they have recorded is equal, and all of them if each has a part; where equal tensors have different gradients, each rank
-        has a share, and the shares are summed. A layer of a pipeline is recorded by the stage that runs it, for all ranks of the
-        pipeline. ``shape`` is that of all these parts one after another along dim 0; a dim in which they differ is -1.
+        The rows of all ranks that see different data are counted. Ranks that see the same data (along ``tp``) are counted once if
+        their tensors are equal; otherwise each has a part, and all are counted. If equal tensors have different gradients, these
+        are shares, which are summed. A pipeline's layer is recorded by the stage that runs it, for all ranks of the pipeline.
+        ``shape`` is that of all counted parts concatenated along dim 0; a dim in which they differ is -1.
 
         If ranks have recorded different tensors, all of them raise :class:`BmtError`.
         """
@@ -101,7 +102,7 @@ class TensorInspector:
 
 @contextmanager
 def inspect_tensor() -> Iterator[TensorInspector]:
-    """Record the tensors that the code inside hands to :func:`record_tensor`::
+    """Record the tensors that the code inside passes to :func:`record_tensor`::
 
         with inspect_tensor() as inspector:
             loss = model(batch)
@@ -177,7 +178,7 @@ def _counted(by_rank: Mapping[int, _Part]) -> tuple[dict[int, _Part], list[str]]
 
 
 def _sum_shares(found: list[dict[int, _Part]], shares: Sequence[tuple[int, RecordedTensor | None, list[str]]]) -> None:
-    """Replace the numbers of the tensors in ``found`` of whose gradient ranks have shares by those of the sums. Collective."""
+    """Sum the gradients of the tensors in ``shares``, and replace their numbers in ``found``. Collective."""
     run = current()
     own: dict[int, tuple[float, ...]] = {}
     for index, recorded, axes in shares:

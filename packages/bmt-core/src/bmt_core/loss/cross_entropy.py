@@ -1,9 +1,9 @@
 """``FusedCrossEntropy``: cross entropy without a float32 copy of the logits, over a whole or a tensor-parallel vocabulary.
 
 [Note: targets out of range]
-A target outside the classes must be an error, and finding it must not stall the device. On the CPU it raises at once. On
-CUDA no memory is touched for it; the loss of its row and the gradient of that row's logits are NaN, so that a step of
-``OptimManager`` does not use them; and the module raises in the first backward or forward pass that finds the flag on the host.
+A target outside the classes must be an error, and finding it must not stall the device. On the CPU it raises at once. On CUDA no
+memory is read for it; the loss of its row and the gradient of that row's logits are NaN, so that ``OptimManager`` skips the step;
+and the module raises in the first backward or forward pass that finds the flag on the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class FusedCrossEntropy(torch.nn.Module):
-    """``torch.nn.CrossEntropyLoss`` on float32 logits, for logits of any dtype, with memory for some rows only.
+    """``torch.nn.CrossEntropyLoss`` of logits of any dtype as if they were float32, with only some rows in float32 at a time.
 
     Called with logits (N, C) and class indices (N,). For row i with target y, p = softmax(logits), e = ``label_smoothing``::
 
@@ -36,10 +36,10 @@ class FusedCrossEntropy(torch.nn.Module):
     the gradient has the logits' dtype. ``weight`` (C,) becomes a buffer.
 
     ``parallel``: the logits are this rank's slice (N, C / tp) of the vocabulary, in order of the tp ranks, with the same rows and
-    targets on each; ``weight`` is that of the whole vocabulary. Every tp rank returns the same loss, and each gradient is that
-    of the own slice. Collective over the tp group. In a run without tensor parallelism, and without a run, it changes nothing.
+    targets on each; ``weight`` is that of the whole vocabulary. Every tp rank returns the same loss, and its gradient is that of
+    its own slice. Collective over the tp group. In a run without tensor parallelism, and without a run, it changes nothing.
 
-    A target out of range raises :class:`IndexError`; when, see [Note: targets out of range].
+    A target out of range raises :class:`IndexError`, on CUDA in a later pass: see [Note: targets out of range].
 
     >>> loss = FusedCrossEntropy()
     >>> loss(torch.tensor([[0.0, 0.0]], dtype=torch.bfloat16), torch.tensor([1]))
@@ -86,7 +86,7 @@ class FusedCrossEntropy(torch.nn.Module):
         return losses.sum() / rows.target_weight(losses.dtype).masked_fill(is_ignored, 0).sum()
 
     def extra_repr(self) -> str:
-        """Say the options in ``repr``."""
+        """Show the options in ``repr``."""
         return (
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r},"
             f" label_smoothing={self.label_smoothing}, parallel={self.parallel}"
@@ -134,7 +134,7 @@ class _Vocabulary:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Everything but the logits that the loss of the rows depends on."""
+    """All inputs of the rows' losses except the logits."""
 
     target: torch.Tensor
     is_ignored: torch.Tensor
@@ -212,7 +212,7 @@ class _CrossEntropy(torch.autograd.Function):
             weight=rows.own_weight(logits.shape[1]),
         )
         if ctx.share is not None:
-            # A slice of nothing but -inf (padding of the vocabulary) has no softmax of its own; in the whole row's it has none.
+            # A slice with only -inf (padding of the vocabulary) has no softmax of its own, and no share of the whole row's.
             is_padding = (row_max == -math.inf) & (ctx.share == 0)
             gradient.masked_fill_(is_padding.unsqueeze(1), 0)
         return gradient, None
@@ -226,10 +226,11 @@ def _over_vocabulary(
     target_log_prob: torch.Tensor,
     log_prob_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return this slice's share of the softmax, and what log p is over the whole vocabulary. Collective over the tp group.
+    """Return this slice's share of the softmax, and the two log probabilities over the whole vocabulary. Collective over the tp
+    group.
 
     Two all-reduces: the largest logit M of each row; then the sums of exp(x - M), of x_target - M and, with label smoothing,
-    of weight_c * (x_c - M), to each of which every rank adds what its slice holds. Large logits cost no precision.
+    of weight_c * (x_c - M), to each of which every rank adds the terms of its slice. Large logits cost no precision.
     """
     largest = row_max.clone()
     rows.vocabulary.all_reduce(largest, "max")
@@ -251,7 +252,7 @@ def _over_vocabulary(
 
 
 class _Alarms:
-    """What is known, or not yet, about targets out of range: see [Note: targets out of range]."""
+    """Flags of targets out of range that the host has not read yet: see [Note: targets out of range]."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[HostFlag, int]] = []

@@ -24,7 +24,7 @@ class BlockUse:
     - ``first_forward``: check whether an optimizer has stepped, and gather the parameters if they are not there.
     - ``last_forward``: at level 3, free the parameters after this forward. Otherwise keep them for the next forward.
     - ``first_backward``: gather the parameters again if they are not there. A later backward uses those kept from the backward
-      before it, or from forward if no forward was the last.
+      before it, or from forward if no forward had ``last_forward``.
     - ``last_backward``: reduce the gradients, and free the parameters. An earlier backward adds its gradients to a sum on this
       rank, in float32 for half types, without communication.
 
@@ -56,7 +56,7 @@ _at_end_of_step: dict[Callable[[], None], None] | None = None
 def scheduled_step() -> Iterator[None]:
     """Run all backward passes of a step inside. The caller must not read, set or clear ``.grad`` of parameters in Blocks inside.
 
-    So Blocks need no ``.grad`` that shows a ``zero_grad`` between backward passes. A step inside another one is a part of it.
+    So Blocks need not set ``.grad`` between backward passes in order to notice a ``zero_grad``. A nested call does nothing.
     """
     global _at_end_of_step
     if _at_end_of_step is not None:
@@ -77,7 +77,7 @@ def is_in_scheduled_step() -> bool:
 
 
 def at_end_of_scheduled_step(callback: Callable[[], None]) -> bool:
-    """Have ``callback`` called once when the :func:`scheduled_step` ends that runs; False: none does."""
+    """Call ``callback`` once at the end of the running :func:`scheduled_step`. Return False if none runs."""
     if _at_end_of_step is None:
         return False
     _at_end_of_step[callback] = None

@@ -35,7 +35,7 @@ class DistributedModule(nn.Module):
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """See :meth:`nn.Module.register_parameter`; errors know the parameter by its name."""
+        """See :meth:`nn.Module.register_parameter`; errors will call the parameter by this name."""
         super().register_parameter(name, param)
         if isinstance(param, DistributedParameter) and not param.label:
             param.label = f"{type(self).__name__}.{name}"
@@ -101,13 +101,13 @@ def check_can_be_sharded(root: nn.Module) -> None:
             kind = type(module).__name__
             raise ConfigError(
                 f"{name or kind} is an nn.{kind} with max_norm={module.max_norm}, which shortens rows of its weight in forward;"
-                " of a sharded weight that would be lost. Set max_norm to None, and limit the rows after the optimizer's"
+                " with a sharded weight this would be lost. Set max_norm to None, and limit the rows after the optimizer's"
                 " step if you need it."
             )
 
 
 def whole_value(value: torch.Tensor) -> torch.Tensor:
-    """Return what a state dict holds for ``value``: the whole of a distributed parameter (collective), others detached."""
+    """Return ``value`` for a state dict: a distributed parameter gathered (collective), any other tensor detached."""
     if not isinstance(value, DistributedParameter):
         return value.detach()
     with torch.no_grad():
@@ -147,7 +147,7 @@ _extended: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _make_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
-    # It has the name of ``base``, which libraries compare and write into files; printing it shows what was added.
+    # The class keeps the name of ``base``, which libraries compare and write into files; ``repr`` of a module shows the mixin.
     shown = f"{mixin.__name__}[{base.__dict__.get('_bmt_shown_as', base.__name__)}]"
     own = {"_bmt_extends": (mixin, base), "_bmt_shown_as": shown, "_get_name": _shown_name}
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__, **own})

@@ -1,4 +1,4 @@
-"""``GatheredCopy``: a read-only copy of a whole parameter, which reading it outside of a forward gives.
+"""``GatheredCopy``: the read-only copy of a whole parameter that code gets by reading the parameter outside of a forward.
 
 ``model.head.weight`` gathers a temporary copy. A write to it, such as ``torch.nn.init.zeros_(model.head.weight)`` in plain torch,
 would be lost, so it raises.

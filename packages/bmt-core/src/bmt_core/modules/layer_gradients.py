@@ -2,7 +2,7 @@
 
 A Block reduces the gradients of its parameters from one flat tensor. A layer whose backward function computes the weight gradient
 can let the Block write the product into this tensor, which saves a copy. Such a layer has a class attribute
-``layer_gradients = None``. The Block sets it on the layer while whole parameters are in its modules. The layer has a parameter
+``layer_gradients = None``. The Block sets it while the layer holds whole parameters. The layer has a parameter
 ``weight`` (out, in) and may have a ``bias`` (out,).
 """
 
@@ -60,7 +60,8 @@ class GradientPlaces(Protocol):
 
 
 class RunningBackward:
-    """The block whose backward runs, if any. Not thread-local: on GPUs autograd runs in threads of its own."""
+    """``places`` of the block whose backward runs; None if none does. Not thread-local: on GPUs autograd runs in threads of its
+    own."""
 
     places: GradientPlaces | None = None
 

@@ -81,7 +81,7 @@ def run_layers(
     kwargs: dict[str, Any],
     states: States | None = None,
 ) -> tuple[Any, ...]:
-    """Return the hidden states after ``layers``; add those that each was called with to ``states``."""
+    """Return the hidden states after ``layers``; append each layer's input to ``states``."""
     count = len(hidden)
     for layer in layers:
         if states is not None:

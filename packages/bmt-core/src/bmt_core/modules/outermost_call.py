@@ -1,4 +1,5 @@
-"""``module_call``: the outermost call of a bmt module. Inside, parameters are gathered once, and random numbers are the rank's."""
+"""``module_call``: the outermost call of a bmt module. Inside, parameters are gathered once, and each rank draws random numbers of
+its own."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class _Gathered(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether user code wrote to the whole parameter, as far as torch counts."""
+        """Whether user code wrote to the whole parameter, by torch's version counter."""
         return not self.full.is_inference() and self.full._version != self.full_version
 
 

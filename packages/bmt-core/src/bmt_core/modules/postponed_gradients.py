@@ -30,7 +30,7 @@ class PostponedPart(Protocol):
         """Bytes of the sum that is needed if the gradients of several passes are computed separately."""
 
     def take_over(self, other: Self) -> None:
-        """Compute the gradients of ``other``, of the same parameters, together with these."""
+        """Take the products of ``other``, which has the same parameters, to compute them together with this part's."""
 
     def check(self) -> None:
         """Raise if the gradients cannot be computed any more."""
@@ -72,11 +72,11 @@ class PostponedGradients:
                 part.finish()
 
     def number_to_join(self, passes: int) -> int:
-        """Return how many of a step's ``passes`` like this one to join by :meth:`joined`.
+        """Return how many passes like this one :meth:`joined` should join, of ``passes`` in a step.
 
         A product that is added to a sum reads and writes the whole sum; joining keeps and copies rows instead. So passes are joined
-        as long as the rows kept for the joined passes take at most half as much memory as the sum. All passes are joined, which
-        needs no sum, if their rows take at most one and a half times the memory of the sum.
+        as long as the rows kept for all but one of them take at most half as much memory as the sum. All passes are joined, which
+        needs no sum, if these rows take at most one and a half times the memory of the sum.
         """
         kept = sum(part.kept_bytes for part in self._parts)
         half = sum(part.sum_bytes for part in self._parts) // 2

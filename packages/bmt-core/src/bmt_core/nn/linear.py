@@ -11,7 +11,7 @@ from bmt_core.params.parameter import DistributedParameter
 
 
 class Linear(DistributedModule):
-    """``y = x Wᵀ + b`` on (..., in_features), of which every rank has a part of ``weight`` (out_features, in_features).
+    """``y = x Wᵀ + b`` on (..., in_features). ``weight`` (out_features, in_features) and ``bias`` are sharded.
 
     ``init_parameters`` draws the weight from Xavier's normal distribution (Glorot and Bengio 2010, §4.2.1) and clears the
     bias. ``dtype`` is that of the parameters, by default torch's default.
@@ -38,7 +38,7 @@ class Linear(DistributedModule):
         return OpLinear.apply(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Say the sizes in ``repr``."""
+        """Show the sizes in ``repr``."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 

@@ -40,7 +40,7 @@ def choose_kernels(providers: Providers, device: torch.device, names: str | None
 def choose_host_kernels(providers: Providers) -> Kernels:
     """Return the kernels for work on the host in a run on another device.
 
-    As :func:`choose_kernels`, but names of kernels for the run's device alone leave those for the host as they are by default.
+    Like :func:`choose_kernels`. But if ``BMT_KERNELS`` names only providers for the run's device, the host's are chosen without it.
     """
     host = torch.device("cpu")
     asked = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")}

@@ -45,5 +45,5 @@ class KernelProvider(ABC):
         """Return None if the kernels can run in this process, otherwise the reason, as a clause for an error message."""
 
     def peer_link(self) -> PeerLink | None:
-        """Return what copies from the current device into those of other processes, None if this provider has no such thing."""
+        """Return a :class:`PeerLink` for the current device; None if this provider has none."""
         return None

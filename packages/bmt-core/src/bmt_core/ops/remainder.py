@@ -1,20 +1,20 @@
 """A float32 master kept exactly as its bfloat16 rounding, which is the parameter, and a 16-bit remainder.
 
 [Note: compact master] Of the 32 bits of a master the parameter holds ``(bits + 0x8000) >> 16``, which is the master rounded to
-nearest, halves away from zero, and the remainder holds what is then missing, from -0x8000 to 0x7FFF. So ``bits`` is the
-parameter's 16 bits shifted up, plus the remainder: it says where the master lies between the two neighbours of the parameter.
+nearest, halves away from zero. The remainder holds the difference, from -0x8000 to 0x7FFF, so that ``bits`` is the parameter's 16
+bits shifted up, plus the remainder.
 
-Why halves do not go to the even neighbour, as everywhere else: 65537 float32 numbers round to an even bfloat16 (the halves on
-both sides among them) and 65535 to an odd one, and 16 bits tell 65536 apart. Truncation has no such trouble (65536 numbers
-each, the remainder is the low half), but then the parameter itself would be truncated, and it is what the model computes with.
-Of the two halves of an even number the one further from zero therefore belongs to the odd neighbour. The master is exact in any
-case; the parameter differs from ``master.bfloat16()`` in the last bit where the low half is 0x8000 under an even upper half.
+Halves do not go to the even neighbour, as usual, because then 65537 float32 numbers would round to an even bfloat16 (with the
+halves on both sides) and 65535 to an odd one, and 16 bits tell only 65536 apart. With truncation each bfloat16 would stand for
+65536 numbers, but the model would compute with truncated parameters. Of the two halves of an even number the one further from zero
+therefore belongs to the odd neighbour. The master is exact in any case; the parameter differs from ``master.bfloat16()`` in the
+last bit where the low half is 0x8000 under an even upper half.
 
-The parameter is the truth, and the master follows it. Whoever writes a parameter (a loaded model, a pruning mask, swapped
-averages) moves its master along: elements that keep their value keep their exact master, and any other master is off the new
-value by at most half of the value's last bit, which rounding would give back. Nothing has to notice the write. Bits that
-would be NaN although the parameter is not (a zero was written before a negative remainder) mean the parameter itself.
-NaN is stored as one quiet NaN with remainder 0. A master beyond the largest bfloat16 shows as infinity and is kept exactly.
+A write to the parameter (a loaded model, a pruning mask, swapped averages) changes its master too: elements that keep their value
+keep their exact master, and any other master differs from the new value by at most half of the value's last bit, so that it rounds
+to the value. Nothing has to notice the write. Bits that would be NaN although the parameter is not (a zero was written before a
+negative remainder) mean the parameter itself. NaN is stored as one quiet NaN with remainder 0. A master beyond the largest bfloat16
+shows as infinity and is kept exactly.
 
 Every step below is one operation on tensors of one integer dtype, so that it means the same on every device.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 
 DTYPE = torch.int16
-"""The dtype by which a remainder is told from a float32 master."""
+"""The dtype of a remainder, which distinguishes it from a float32 master."""
 
 QUIET_NAN = 0x7FC00000
 _HALF = 1 << 15

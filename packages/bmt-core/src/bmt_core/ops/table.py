@@ -17,7 +17,7 @@ REFERENCE_NAME = "reference"
 class Kernels:
     """The operations as methods: ``kernels.adam_step(...)`` calls the kernel of the first of ``providers`` that has one.
 
-    What no provider has, the reference does. All providers are for one type of device.
+    An operation that no provider has is the reference's. All providers are for one type of device.
 
     >>> Kernels().name
     'reference'
@@ -33,7 +33,7 @@ class Kernels:
 
     def __init__(self, *providers: KernelProvider) -> None:
         self.provider_of: dict[str, KernelProvider] = {}
-        """The provider of each operation; those that the reference does are left out."""
+        """The provider of each operation, without the operations of the reference."""
         self._providers = providers
         for provider in providers:
             for operation in provider.operations():
@@ -44,10 +44,7 @@ class Kernels:
 
     @property
     def name(self) -> str:
-        """The names of the providers that have an operation, first one first: ``"mine + cpu"``; ``"reference"`` if none has.
-
-        Operations that are left to the reference beside other providers are not in the name.
-        """
+        """The names of the providers in use, such as ``"mine + cpu"``; ``"reference"`` only if no provider has any operation."""
         return " + ".join(dict.fromkeys(provider.name for provider in self.provider_of.values())) or REFERENCE_NAME
 
     @property
@@ -56,7 +53,7 @@ class Kernels:
         return "adam_step" in self.provider_of and self.provider_of["adam_step"].has_compact_adam
 
     def peer_link(self) -> PeerLink | None:
-        """Return that of the first provider that has one, see :meth:`KernelProvider.peer_link`; None if none has."""
+        """Return the :meth:`KernelProvider.peer_link` of the first provider that has one; None if none has."""
         return next((link for provider in self._providers if (link := provider.peer_link()) is not None), None)
 
     def on(self, device: torch.device) -> Kernels:

@@ -1,15 +1,15 @@
-"""``GradientSum``: accumulates the reduced gradients of shards in float32, and gives them to ``.grad``.
+"""``GradientSum``: accumulates the reduced gradients of shards in float32, and sets ``.grad`` from the sum.
 
 [Note: gradient accumulation] ``p.grad`` has the dtype of ``p``, so that every optimizer can use it. Adding many small
 gradients in a half type stalls (1 + 256 is 256 in bfloat16). So from the second gradient on the running sum is kept in
 float32, and ``p.grad`` is this sum, rounded. A single gradient needs no such sum. The sum is valid only while ``p.grad``
 is unchanged. If the user has set ``p.grad`` to None, zeroed it, or clipped it in place, the sum starts again from ``p.grad``.
-So ``zero_grad`` is right in both its forms, and so is that of any optimizer.
+So both forms of ``zero_grad`` work, of any optimizer.
 
 [Note: when .grad appears] A reduction runs in a lane while the backward pass goes on. Autograd adds to ``.grad`` on the
-computation's stream, and must not touch memory that the lane still writes. So ``.grad`` is taken away for the rest of the
-pass, and is set again when the pass ends, complete: with what autograd has put there meanwhile (from a penalty on the shards
-themselves, for example). A pass that fails leaves ``.grad`` None where it was taken away.
+computation's stream, and must not touch memory that the lane still writes. So :meth:`GradientSum.take` sets ``.grad`` to None for
+the rest of the pass. When the pass ends, ``.grad`` is set to the complete sum, which includes what autograd has added meanwhile
+(from a penalty on the shards themselves, for example). After a pass that failed, such a ``.grad`` stays None.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from bmt_core.torch_internals import backward_pass, memory_states
 class GradientWitness:
     """Remembers the gradients of some parameters, to tell later whether anybody has changed or replaced them.
 
-    All ranks must come to the same answer, because it decides what they reduce. A rank's part may be empty, and empty tensors
-    have no address. But they have a storage and a version, so these are compared.
+    All ranks must come to the same answer, because it decides what they reduce. So storages and versions are compared, not
+    addresses: a rank's part may be empty, and empty tensors have no address.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], left: Sequence[torch.Tensor | None]) -> None:
@@ -53,16 +53,16 @@ class GradientSum:
         self._parameters = parameters
         self._pieces = list(pieces)
         self._indices = indices
-        self._flat: torch.Tensor | None = None  # what the .grad are views of
-        self._total: torch.Tensor | None = None  # the float32 sum that _flat is the rounding of
+        self._flat: torch.Tensor | None = None  # the .grad are views of this
+        self._total: torch.Tensor | None = None  # the float32 sum; _flat is this sum rounded
         self._given: list[bool] = []  # which .grad are views of _flat
         self._witness: GradientWitness | None = None
         self._taken: list[bool] | None = None  # which gradients the pass under way has taken
-        self._marks: list[Mark] = []  # of what the lane has still to add, in its order
+        self._marks: list[Mark] = []  # after which the lane has added what was taken, in order
 
     @property
     def is_first(self) -> bool:
-        """Whether there is no gradient to which the next one is to be added."""
+        """Whether the next gradient is the first one of the sum."""
         return self._taken is None and self._has_none
 
     def forget_if_cleared(self) -> None:
@@ -74,7 +74,7 @@ class GradientSum:
             self._flat = self._total = self._witness = None
 
     def take(self, reduced: torch.Tensor, needed: Sequence[bool], factor: float = 1.0) -> Callable[[], None] | None:
-        """Take the gradients from ``.grad``, and return a function with which the lane adds ``reduced * factor`` to the sum.
+        """Take the gradients out of ``.grad``, and return a function that adds ``reduced * factor`` to the sum; the lane calls it.
 
         ``reduced`` is flat, of the parameters' dtype or float32, and zero where ``needed`` is False. If it is the first gradient
         and has the parameters' dtype, it becomes the sum itself, and None is returned unless it must be multiplied. Call
@@ -100,14 +100,14 @@ class GradientSum:
         return lambda: _add(flat, total, reduced, factor, starts=starts)
 
     def take_now(self, reduced: torch.Tensor, needed: Sequence[bool]) -> None:
-        """:meth:`take` ``reduced``, which is complete, and add it on the computation's stream."""
+        """Like :meth:`take`, for a complete ``reduced``, which is added at once on the computation's stream."""
         add = self.take(reduced, needed)
         if add is not None:
             self._wait()  # the lane may still write what was taken before in this pass
             add()
 
     def ready_at(self, mark: Mark) -> None:
-        """Say after which mark the function that :meth:`take` returned has run."""
+        """Note the mark after which the function that :meth:`take` returned has run."""
         self._marks.append(mark)
 
     @property
@@ -117,7 +117,7 @@ class GradientSum:
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """What the ``.grad`` are views of, or will be when the pass ends."""
+        """The flat tensor of which the ``.grad`` are views, or will be when the pass ends."""
         return self._flat
 
     def finish(self) -> None:
@@ -139,9 +139,9 @@ class GradientSum:
         return views
 
     def seen_by_hooks(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return the gradients that autograd passes through the user's hooks to ``.grad``. Used instead of :meth:`take`.
+        """Return the gradients for autograd, which passes them through the user's hooks to ``.grad``. Used instead of :meth:`take`.
 
-        ``reduced`` is complete. For a half type the result is the whole sum, with ``.grad``, which is None until it is returned.
+        ``reduced`` is complete. For a half type the result is the whole sum, including the old ``.grad``, which is None meanwhile.
         """
         if reduced.dtype == self._parameters[0].dtype and reduced.dtype.itemsize >= 4:
             return self._chosen(reduced, needed)
@@ -177,7 +177,7 @@ class GradientSum:
             self._total = None
             present = [(v, p.grad) for v, p in zip(self._chosen(self._flat, needed), self._parameters, strict=True)]
             pairs = [(view, grad) for view, grad in present if view is not None and grad is not None]
-            if pairs:  # none, when the gradients that are there are of parameters that were frozen meanwhile
+            if pairs:  # empty if only parameters that were frozen meanwhile have gradients
                 torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
         self._taken = list(needed)
         for parameter, wanted in zip(self._parameters, needed, strict=True):
@@ -206,7 +206,7 @@ class GradientSum:
                 flat.copy_(sums)
 
 
-# _copy and _add multiply in a pass over the memory that is needed anyway; only _multiply needs one of its own.
+# _copy and _add multiply in a pass over the memory that they make anyway; only _multiply needs a pass of its own.
 def _multiply(reduced: torch.Tensor, factor: float) -> None:
     reduced *= factor
 

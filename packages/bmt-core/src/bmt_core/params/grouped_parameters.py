@@ -1,4 +1,4 @@
-"""``grouped_parameters``: the parameters of a model by the label that they were given, as in BMTrain."""
+"""``grouped_parameters``: the parameters of a model by their labels, as in BMTrain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bmt_core.params.parameter import DistributedParameter
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:
     """Yield ``(label, parameters)`` for each ``group`` that parameters of ``model`` were made with, each parameter once.
 
-    The label is None for those that were given none, and for those that are not distributed. Communicates nothing.
+    The label is None for parameters without one, and for those that are not distributed. Communicates nothing.
     """
     grouped: dict[str | None, list[nn.Parameter]] = {}
     for parameter in model.parameters():

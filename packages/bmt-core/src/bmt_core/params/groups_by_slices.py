@@ -11,7 +11,7 @@ from bmt_core.run.runtime import rank
 
 
 def warn_of_groups_by_slices(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
-    """Warn, on rank 0, of an empty group beside one that mixes sharded matrices and vectors: ``p.ndim >= 2`` made them."""
+    """Warn, on rank 0, if ``p.ndim >= 2`` has chosen ``groups``: one is empty, and another mixes sharded matrices and vectors."""
     found = [group["params"] for group in groups]
     if all(found) or rank() != 0:
         return

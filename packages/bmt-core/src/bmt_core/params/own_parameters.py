@@ -32,10 +32,10 @@ def own_axes(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
 
 
 def group_of_owners(parameters: Iterable[torch.Tensor]) -> Group:
-    """Return the group of ranks that together hold all parameters of the model of which this rank has ``parameters``.
+    """Return the group of ranks that together hold the whole model, of which this rank has ``parameters``.
 
-    These are the ranks that differ from this one along the axes along which any rank has parameters of its own: one rank
-    of each stage of a pipeline, or this rank alone in a model that every rank has all of. Collective over all ranks.
+    These are the ranks that differ from this one along the axes along which any rank has parameters of its own: one rank of each
+    stage of a pipeline, or this rank alone if every rank has parts of all parameters. Collective over all ranks.
     """
     return current().topology.group(axes_of_owners(parameters)) if is_initialized() else SingleGroup(0)
 
@@ -55,9 +55,9 @@ def axes_of_owners(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
 def first_holders(
     ranks: Sequence[int], names: Sequence[Sequence[str]], own_axes: Sequence[Mapping[str, Collection[str]]]
 ) -> dict[str, int]:
-    """Return, in the order of the whole model, which is the first of ``ranks`` to have each of ``names``, counted from 0.
+    """Return for each name the index in ``ranks`` of the first rank that has it, in the order of the whole model.
 
-    Per rank: the names that it has, and of the parameters among them the axes along which they are its own.
+    ``names`` and ``own_axes`` have one entry per rank: its names, and the axes along which each parameter is its own.
     CheckpointError if a name stands for several parameters, or a rank lacks a parameter that it shares.
     """
     holders = {}
@@ -80,7 +80,7 @@ def first_holders(
 
 
 def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list[int]:
-    """Return those of ``ranks`` that hold what ``rank`` holds of a parameter that is the rank's own along ``axes``."""
+    """Return those of ``ranks`` that share with ``rank`` a parameter that is a rank's own along ``axes``."""
     if not axes:
         return list(ranks)
     topology = current().topology
@@ -94,8 +94,8 @@ def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list
 def in_one_order(names: Sequence[Sequence[str]]) -> list[str]:
     """Merge the names that several ranks have, each in the order of its model, into the order of the whole model.
 
-    Names that all ranks have divide each list into sections. In a section the order of each rank is kept, and of the names that
-    may come next the one with the lowest numbers does, because layers are numbered through the whole model.
+    Names that all ranks have divide each list into sections. In a section each rank's order is kept; among the ranks' next names
+    the one with the lowest numbers comes first, because layers are numbered through the whole model.
 
     >>> in_one_order([["embedding", "layers.0", "layers.2", "head"], ["embedding", "layers.1", "layers.10", "head"]])
     ['embedding', 'layers.0', 'layers.1', 'layers.2', 'layers.10', 'head']

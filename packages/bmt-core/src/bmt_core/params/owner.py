@@ -11,11 +11,12 @@ import torch
 from bmt_core.run.lanes import Mark
 
 ReductionWatcher = Callable[[torch.Tensor, Mark], None]
-"""Called with the flat tensor of which the owner's ``.grad`` will be views, and the mark after which its values are complete."""
+"""Called with the flat tensor of which the parameters' ``.grad`` will be views, and the mark after which its values are
+complete."""
 
 
 class ParameterOwner(Protocol):
-    """Keeps the parts of several parameters in one tensor, a Block's or those outside of Blocks, and gathers and reduces them.
+    """Keeps the parts of several parameters in one tensor, and gathers and reduces them: of a Block, or of all outside of Blocks.
 
     A parameter refers to its owner by ``owner_reference``; :func:`owner_of` returns the owner itself.
     """
@@ -23,18 +24,18 @@ class ParameterOwner(Protocol):
     def note_update(self, done: Mark | None = None, reads: object = None) -> None:
         """Note that an optimizer writes new values, so that the next gather waits for them.
 
-        ``done`` is the mark after which they are written; None: the current end of the current stream. ``reads``: objects that the
-        update reads on another stream until then; the owner keeps them alive. An optimizer calls this once per owner and step.
+        ``done`` is the mark after which they are written; None: the current end of the current stream. The update reads ``reads``
+        on another stream until then; the owner keeps these objects alive. An optimizer calls this once per owner and step.
         """
 
     def wait_for_updates(self) -> None:
-        """Let the computation wait for all updates that were noted."""
+        """Make the current stream wait for all updates that were noted."""
 
     def note_replaced_memory(self) -> None:
         """Note that a parameter was given other memory, which the owner takes over before the next use."""
 
     def reduce_held_back(self) -> None:
-        """Reduce gradients that were kept back between micro-batches, so that ``.grad`` is complete. Collective."""
+        """Reduce gradients that were held back between micro-batches, so that ``.grad`` is complete. Collective."""
 
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
         """Call ``watcher(flat, done)`` after each reduction into ``flat`` was queued: one per backward of a call of the Block."""
@@ -42,7 +43,8 @@ class ParameterOwner(Protocol):
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the current outermost call.
 
-        Called when a parameter outside of Blocks is read. If the result is None, it is gathered alone. Not collective.
+        Called when a parameter outside of Blocks is read. If this returns None, the caller gathers the parameter alone. Not
+        collective.
         """
 
 

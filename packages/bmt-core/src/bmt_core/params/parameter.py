@@ -1,4 +1,4 @@
-"""``DistributedParameter``: a parameter of which every rank keeps its part.
+"""``DistributedParameter``: a parameter of which every rank keeps one part.
 
 [Note: aliasing] The registered parameter is the 1-D local part; the optimizer updates it in place. Inside a Block the
 parts of many parameters lie in one flat shard that is gathered as a whole, so a part must stay a view of it.
@@ -66,9 +66,9 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     _shard: Shard
     locality: tuple[Locality, ...]
-    """How the parameter lies along axes of the rank grid along which it is not just sharded."""
+    """How the parameter lies along those axes of the rank grid along which it is not simply sharded."""
     label: str = ""
-    """The name by which errors speak of the parameter, as long as it is known."""
+    """The parameter's name for errors, empty if it is not known."""
     _init_method: InitMethod | None
     _group: str | None
     _in_block: bool
@@ -113,7 +113,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     @property
     def full_shape(self) -> torch.Size:
-        """Shape of the tensor that is sharded over :attr:`shard_group`: of this rank's slice, where the parameter is cut."""
+        """Shape of the tensor that is sharded over :attr:`shard_group`; if the parameter is cut, this is one slice of it."""
         return self._shard.shape
 
     @property
@@ -129,7 +129,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     @property
     def ds_shape(self) -> torch.Size:
-        """DeepSpeed's name of :attr:`whole_shape`, by which PEFT and other libraries size what they add to a sharded layer."""
+        """DeepSpeed's name of :attr:`whole_shape`, from which PEFT and other libraries take the size of what they add to a sharded
+        layer."""
         return self.whole_shape
 
     @property
@@ -139,12 +140,13 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks of :attr:`shard_group` are several and each keeps a part; ZeRO level 0 does not shard."""
+        """Whether :attr:`shard_group` has several ranks, each with a part. False at ZeRO level 0, which does not shard."""
         return self.shard_group.size > 1 and not self._shard.replicated
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks hold other elements, or other layers of the model: a norm of this rank's is not the model's."""
+        """Whether other ranks hold other elements of it, or other layers of the model, so that a norm over this rank is not the
+        model's."""
         if self._is_lent or self.is_sharded:
             return not self._is_lent
         local = [place.axis for place in self.locality if place.is_own or place.split_dim is not None]
@@ -174,17 +176,17 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return gathered
 
     def gathered_as(self, full: torch.Tensor) -> torch.Tensor:
-        """Return ``full``, which :meth:`gather` returned before, as if it were gathered now. Only backward is collective."""
+        """Return ``full``, an earlier result of :meth:`gather`, with a new node in the graph. Only backward is collective."""
         gathered: torch.Tensor = _Gather.apply(self, self, full)  # type: ignore[no-untyped-call]
         return gathered
 
     @property
     def description(self) -> str:
-        """What errors call this parameter."""
+        """The parameter's name and shape for errors."""
         return f"{self.label or 'a parameter'} of shape {tuple(self.whole_shape)}"
 
     def gather_all(self) -> torch.Tensor:
-        """Return the whole tensor, of :attr:`whole_shape`: gathered, and joined of the slices where it is cut. Collective.
+        """Return the whole tensor, of :attr:`whole_shape`: gathered, and joined from the slices if it is cut. Collective.
 
         An ordinary tensor, part of the autograd graph. Backward: this rank's slice gets its part of this rank's gradient.
         """
@@ -195,7 +197,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return whole
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of :attr:`full_shape`, of a tensor sharded like this parameter, such as optimizer state. Collective.
+        """Gather a tensor that is sharded like this parameter, such as optimizer state; return it in :attr:`full_shape`.
+        Collective.
 
         ``part`` is this rank's part of that tensor. If every rank holds all of it (one rank, ZeRO level 0), a view is returned.
         """
@@ -204,33 +207,32 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
             return self._shard.assemble(part)
 
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of :attr:`whole_shape`, of a tensor sharded like this one: see :meth:`gather_like`. Collective."""
+        """Like :meth:`gather_like`, with the slices joined to :attr:`whole_shape`. Collective."""
         whole = self.gather_like(part)
         for place, _ in reversed(self._cuts()):
             whole = place.join(gather_stacked(whole, current().topology.group((place.axis,))).unbind(0))
         return whole
 
     def gather_on(self, rank: int, part: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world, which has a part; None elsewhere.
-
-        With ``part``, the whole of a tensor that is sharded like this parameter. Collective over the ranks that have a part. Each
-        part is sent once, whereas :meth:`gather_all` sends it to all ranks.
+        """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world; None on others. ``rank`` must have a
+        part. ``part`` is this rank's part of another tensor that is sharded like this parameter, which is gathered instead.
+        Collective over the ranks that have a part. Each part is sent once, whereas :meth:`gather_all` sends it to all ranks.
         """
         with torch.no_grad():
             if self._cuts():
                 whole = self.gather_all() if part is None else self.gather_all_like(part)
                 return whole if current().rank == rank else None
-            if rank not in self.shard_group.ranks:  # it is sent the same values within a group of its own
+            if rank not in self.shard_group.ranks:  # rank gets the same values in another group
                 return None
             self.wait_for_updates()
             own = self.detach() if part is None else part
             return self._shard.assemble_on(self.shard_group.ranks.index(rank), own)
 
     def saved_elements(self) -> tuple[slice, list[tuple[int, int]]]:
-        """Return what this rank writes of the parameter to a checkpoint, so that all ranks together write every element once.
+        """Return the elements that this rank writes to a checkpoint; all ranks together write every element once.
 
-        That is a slice of :attr:`data`, and where its elements lie in the flattened whole, of :attr:`whole_shape`, one range after
-        the other. Communicates nothing.
+        They are a slice of :attr:`data`, and the consecutive ranges of these elements in the flattened tensor of
+        :attr:`whole_shape`. Communicates nothing.
         """
         topology = current().topology
         fixed = {place.axis for place in self.locality if place.split_dim is not None or place.is_own}
@@ -267,8 +269,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
         """See ``torch.Tensor.register_hook``; as in plain torch, not called when there is no gradient."""
-        # What is gathered together is one node of the graph, also of parameters that the call did not read, and autograd
-        # tells hooks that these have no gradient by calling them with None.
+        # Parameters that are gathered together are one node of the graph, also those that the call did not read. For these, which
+        # have no gradient, autograd calls hooks with None.
         handle: RemovableHandle = super().register_hook(lambda grad: None if grad is None else hook(grad))  # type: ignore[no-untyped-call]
         return handle
 
@@ -343,7 +345,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return self._shard.group
 
     def _cuts(self) -> list[tuple[Locality, int]]:
-        """The axes of several ranks along which the parameter is cut, each with the dim; cut along the first one first."""
+        """The axes of size above 1 along which the parameter is cut, each with the dim, in the order of the cuts."""
         if not self.locality:
             return []
         sizes = current().topology.sizes
@@ -363,7 +365,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         self._set_history((False, False, None, False))
 
     def wait_for_updates(self) -> None:
-        """Let the current stream wait for an overlapped update of this parameter and its optimizer state."""
+        """Make the current stream wait for overlapped updates of this parameter and its optimizer state."""
         owner = owner_of(self)
         if owner is not None:
             owner.wait_for_updates()
@@ -380,15 +382,15 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     def _gradient_sum(self) -> GradientSum:
         if self._sum is None:
-            # A proxy: a parameter that held itself would be freed by the garbage collector only.
+            # A proxy: a parameter that refers to itself would be freed by the garbage collector only.
             self._sum = GradientSum([weakref.proxy(self)], [self.numel()], [0])
         return self._sum
 
 
 def reduce_held_back(parameters: Iterable[torch.Tensor]) -> None:
-    """Bring ``.grad`` of ``parameters`` up to date before an optimizer reads it: reduce what was kept back. Collective.
+    """Reduce the gradients of ``parameters`` that were held back, so that ``.grad`` is complete. Collective.
 
-    Gradients are kept back between micro-batches; this matters for a block that took no part in the last one.
+    Optimizers call it before a step. Gradients are held back between micro-batches, and a block may take no part in the last one.
     """
     references = [p.owner_reference for p in parameters if isinstance(p, DistributedParameter)]
     for owner in dict.fromkeys([reference() for reference in references if reference is not None]):
@@ -404,8 +406,7 @@ def whole_tensor_shard(shape: torch.Size, group: Group) -> Shard:
 def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Tensor) -> DistributedParameter:
     """Turn ``parameter`` into a :class:`DistributedParameter` that keeps ``part``; the object stays the same one.
 
-    So modules, ties and optimizers that hold it already go on holding the right thing. A parameter without values
-    stays without.
+    So modules, ties and optimizers that refer to it stay valid. A parameter without values stays without.
     """
     is_uninitialized = not has_values(parameter)
     if not isinstance(parameter, DistributedParameter):
@@ -434,7 +435,7 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
 
 
 def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:
-    """Return a copy on ``device`` of this rank's part of ``data``; memory alone if ``data`` is on the meta device."""
+    """Return a copy on ``device`` of this rank's part of ``data``; uninitialised memory if ``data`` is on the meta device."""
     if data.is_meta:
         return torch.empty(shard.end - shard.start, dtype=data.dtype, device=device)
     with torch.no_grad():
@@ -442,19 +443,20 @@ def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Te
 
 
 def lend_data(parameter: DistributedParameter, data: torch.Tensor) -> None:
-    """Give ``parameter`` other data for a while, of any shape. Its owner is not told: give it its part back."""
+    """Set the data of ``parameter``, of any shape, without telling its owner. The caller must set its part again later."""
     set_data(parameter, data)
 
 
 def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
-    # torch gives a tensor no data of another kind, but two of them can change places under the objects that people hold.
+    # torch does not set a meta tensor's data to another device's, but the two tensors can be swapped under their Python objects.
     # Not by torch.utils.swap_tensors: it refuses a parameter with weak references, as nn.LSTM has to its own.
     other = torch.nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
     swap_memory(parameter, other)
 
 
 def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
-    """Take ``reduced``, this rank's part of the summed gradient, which is there; return what autograd is to have itself, if any."""
+    """Add ``reduced``, this rank's complete part of the summed gradient, to ``.grad``; or return it if autograd must add it
+    itself."""
     gradient = parameter._gradient_sum()
     if not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]
@@ -518,8 +520,8 @@ def _check(data: torch.Tensor) -> None:
 def local_along(axes: Iterable[str]) -> Iterator[None]:
     """Inside, new parameters are this rank's own along ``axes``: ranks at other places along these axes do not make them.
 
-    A pipeline stage makes its layers so, of modules that know nothing of stages. Without it, a new parameter would be sharded over
-    all ranks, and ranks of other stages would keep parts of other layers' values.
+    A pipeline stage makes its layers inside, from modules that know nothing of stages. Without it, a new parameter would be sharded
+    over all ranks, and ranks of other stages would keep parts of other layers' values.
     """
     token = _own_along.set((*_own_along.get(), *axes))
     try:

@@ -15,7 +15,7 @@ from bmt_core.params.groups_by_slices import warn_of_groups_by_slices
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime
 
-_USER = 4  # as the stacklevel of a warning: between are torch's frames around an optimizer's step
+_USER = 4  # stacklevel that points a warning to the user's line, above torch's frames around an optimizer's step
 
 
 def warn_of_plain_steps(runtime: Runtime) -> None:

@@ -74,7 +74,7 @@ class PartData(NoRandomFills, torch.Tensor):
     is_part = property(lambda self: True)
 
     def detach(self) -> PartData:
-        """Return another one of the same memory: ``nn.Parameter(p.data)`` wants the class that it was given."""
+        """Return a view of the same class: ``nn.Parameter(p.data)`` requires that ``detach()`` keeps the class."""
         return super().detach().as_subclass(PartData)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

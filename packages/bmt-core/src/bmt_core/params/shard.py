@@ -1,4 +1,4 @@
-"""``Shard``: which part of a flattened tensor each rank of a group holds, how to gather the whole, and how to reduce gradients."""
+"""``Shard``: the part of a flattened tensor that each rank of a group holds; gathers the whole and reduces gradients."""
 
 from __future__ import annotations
 
@@ -75,15 +75,14 @@ class Shard:
         return self.joined(gathered)
 
     def assemble_on(self, root: int, part: torch.Tensor) -> torch.Tensor | None:
-        """Send every rank's ``part`` to rank ``root`` of the group. Collective.
-
-        Returns the whole, of ``shape``, on ``root``, and None elsewhere.
+        """Send every rank's ``part`` to rank ``root`` of the group. Collective. Returns the whole, of ``shape``, on ``root``, and
+        None on others.
         """
         if self.replicated or self.group.size == 1:
             return part.reshape(self.shape) if self.group.rank == root else None
         own = part.contiguous()
         if self.group.rank != root:
-            self.group.exchange([(own, root)], []).wait()  # empty ones too: the root receives from all
+            self.group.exchange([(own, root)], []).wait()  # even if it is empty: the root receives from all
             return None
         whole = torch.empty(self.numel, dtype=part.dtype, device=part.device)
         whole[self.start : self.end] = own
@@ -92,7 +91,7 @@ class Shard:
         return whole.view(self.shape)
 
     def joined(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if it can."""
+        """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if possible."""
         longest = self.longest
         if _contiguous(self.ranges, longest):
             return padded[: self.numel].view(self.shape)
@@ -109,9 +108,8 @@ class Shard:
             row[: end - start] = full[start:end]
 
     def reduce(self, full: torch.Tensor, divisor: int = 1) -> torch.Tensor:
-        """Return this rank's part of the sum of every rank's ``full``, half types summed in float32, over ``divisor``. Collective.
-
-        The result is float32 when ``full`` is of a half type.
+        """Sum every rank's ``full``, half types in float32, divide by ``divisor``, and return this rank's part. Collective. The
+        result is float32 if ``full`` is of a half type.
         """
         full = full.reshape(-1).contiguous()  # autograd hands out expanded tensors too
         wide = summation_dtype(full.dtype)
@@ -159,7 +157,7 @@ def _contiguous(ranges: Sequence[tuple[int, int]], longest: int) -> bool:
 
 
 def ranges_within(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of the elements that ``inner`` takes of what ``outer`` takes, one range after the other.
+    """Take the elements in the ranges ``outer`` one after another, and of these the ranges ``inner``; return their own ranges.
 
     >>> ranges_within([(2, 4), (8, 10)], [(1, 3)])
     [(3, 4), (8, 9)]

@@ -1,8 +1,8 @@
 """Parameters and buffers made on the meta device: they have memory, and no values until something initialises them.
 
-[Note: uninitialized tensors] Such a tensor is filled with NaN, so that a forgotten one shows in the first loss. Its ``_version``,
-torch's count of writes, is remembered: the tensor has values as soon as the count has changed. Every rank makes the same writes, so
-all ranks agree, even one whose part is empty.
+[Note: uninitialized tensors] A tensor without values is filled with NaN, so that a forgotten one shows in the first loss. Its
+``_version``, torch's count of writes, is remembered: the tensor has values once the count has changed. Every rank makes the same
+writes, so all ranks agree, even one whose part is empty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 
-# An attribute: of a tensor, its version when it was marked; of a module, that its first call checks it.
+# The attribute's value: of a tensor, its version when it was marked; of a module, True if its first call checks it.
 _MARK: Final = "_bmt_uninitialized"
 
 
@@ -28,13 +28,13 @@ def mark_uninitialized(tensor: torch.Tensor) -> None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on a device and was written to since it was marked as uninitialised, if it was."""
+    """Whether ``tensor`` is off the meta device and, if it was marked as uninitialised, was written to since."""
     if tensor.is_meta:
         return tensor.numel() == 0
     mark = getattr(tensor, _MARK, None)
     if mark is None or mark == tensor._version:
         return mark is None
-    delattr(tensor, _MARK)  # a copy would take it along, and count its versions anew
+    delattr(tensor, _MARK)  # copies would inherit the mark, and count their versions anew
     return True
 
 
@@ -57,7 +57,7 @@ def can_hold_nan(tensor: torch.Tensor) -> bool:
 
 
 def read_uninitialized(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return what reading an uninitialised parameter gives: a meta tensor under ``torch.device("meta")``, else raise."""
+    """Return a meta tensor for an uninitialised parameter under ``torch.device("meta")``; raise :class:`ConfigError` elsewhere."""
     if _meta_is_default():
         return torch.empty(shape, dtype=dtype)
     raise ConfigError(
@@ -67,7 +67,7 @@ def read_uninitialized(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def off_meta_device() -> AbstractContextManager[object]:
-    """Make tensors on the CPU inside, also if the caller is under ``torch.device("meta")``; another default stays."""
+    """Inside, make tensors on the CPU if the default device is meta; another default device stays."""
     return torch.device("cpu") if _meta_is_default() else nullcontext()
 
 
@@ -88,7 +88,7 @@ def materialize_buffers(modules: Iterable[nn.Module], device: torch.device) -> N
 
 
 def mark_if_nan_is_left(buffer: torch.Tensor) -> None:
-    """Mark ``buffer`` as uninitialised again if it was, and only a part of it was written to since."""
+    """Mark ``buffer`` as uninitialised again if it was marked and only a part of it was written to since."""
     if hasattr(buffer, _MARK) and has_nan(buffer):
         setattr(buffer, _MARK, buffer._version)
 

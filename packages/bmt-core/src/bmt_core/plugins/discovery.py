@@ -25,16 +25,16 @@ def installed_entry_points() -> list[EntryPoint]:
 
 @functools.lru_cache(maxsize=1)
 def _entry_points_in(path: tuple[tuple[str, int], ...]) -> list[EntryPoint]:
-    """Read the metadata of all that is installed, once as long as no directory in ``path`` changes: it takes milliseconds."""
+    """Read the metadata of all installed packages, which takes milliseconds; cached until a directory in ``path`` changes."""
     found = list(entry_points(group=GROUP))
     if all(entry.name != CORE_PLUGIN for entry in found):
-        # Without metadata, as in a source tree on PYTHONPATH or a frozen program, the core has its plugin all the same.
+        # The core's plugin is loaded even without metadata, as in a source tree on PYTHONPATH or a frozen program.
         found.append(EntryPoint(CORE_PLUGIN, "bmt_core.core_plugin", GROUP))
     return sorted(found, key=lambda entry: (entry.name, distribution_of(entry)))
 
 
 def _changed(directory: str) -> int:
-    """When a file was last added to ``directory`` or removed from it, in ns; 0 where there is none."""
+    """The time in ns when a file was last added to ``directory`` or removed from it; 0 without such a directory."""
     try:
         return os.stat(directory or ".").st_mtime_ns
     except OSError:

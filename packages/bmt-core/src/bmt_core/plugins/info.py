@@ -10,7 +10,8 @@ from bmt_core.errors import PluginError
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """What ranks compare and ``bmt plugins`` prints. ``distribution`` is empty for a plugin passed to ``init_distributed()``."""
+    """One plugin, as ranks compare it and ``bmt plugins`` prints it. ``distribution`` is empty for a plugin passed to
+    ``init_distributed()``."""
 
     name: str
     distribution: str = ""

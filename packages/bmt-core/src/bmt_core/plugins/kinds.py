@@ -1,4 +1,4 @@
-"""``KINDS``: what plugins offer by name, one :class:`Kind` per hook that returns classes or commands."""
+"""``KINDS``: the kinds of things that plugins offer by name, one :class:`Kind` per hook that returns classes or commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protocols of classes that hooks pass or return, and that are defined in modules which import this package."""
+"""Protocols of classes that hooks pass or return. The classes themselves are in modules that import this package."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Registry:
         return [self._infos[name] for name in sorted(self._infos)]
 
     def names_of(self, plugin: str) -> dict[str, list[str]]:
-        """Return the names of what ``plugin`` offers by kind, without empty kinds."""
+        """Return the names of the offers of ``plugin`` by kind, without empty kinds."""
         names = {kind: [name for name, owner in self._ask(kind).owners.items() if owner == plugin] for kind in KINDS}
         return {kind: sorted(offered) for kind, offered in names.items() if offered}
 
@@ -151,7 +151,7 @@ class Registry:
     def _load(self, entry: EntryPoint) -> None:
         info = PluginInfo(entry.name)
         if entry.dist is not None:
-            metadata = entry.dist.metadata  # parsed each time that it is asked for
+            metadata = entry.dist.metadata  # this property parses the file at each access
             info = replace(info, distribution=metadata["Name"], version=metadata["Version"])
         try:
             plugin = entry.load()
@@ -177,7 +177,7 @@ class Registry:
         return sorted(implementations, key=lambda implementation: implementation.plugin_name)
 
     def _call(self, hook: str, implementation: pluggy.HookImpl, **arguments: object) -> Any:
-        # Not through pluggy, which calls in another order and does not say which plugin returned what.
+        # Not through pluggy, which calls in another order and does not tell which plugin returned a value.
         try:
             return implementation.function(*(arguments[name] for name in implementation.argnames))
         except BmtError:

@@ -1,1 +1,1 @@
-"""One run, from start to shutdown: the grid of ranks, collectives, lanes, random numbers."""
+"""A run, from ``init_distributed()`` to ``shutdown()``: the grid of ranks, collectives, lanes, random numbers."""

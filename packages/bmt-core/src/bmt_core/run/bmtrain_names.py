@@ -19,12 +19,12 @@ TENSOR_AXIS = "tp"
 PIPELINE_AXIS = "pp"
 BlockMode = Literal["BLOCK", "PIPE"]
 
-# Axis -> the argument of init_distributed() that asks for it, and the package that brings it.
+# Axis -> the argument of init_distributed() that asks for it, and the package that provides it.
 _ARGUMENTS = {TENSOR_AXIS: ("tp_size", "bmt-tp"), PIPELINE_AXIS: ("pipe_size", "bmt-pipeline")}
 
 
 def argument_for(axis: str) -> str:
-    """Return what a user has to change for another size of ``axis``, as error messages call it.
+    """Return the setting that changes the size of ``axis``, as error messages name it.
 
     >>> argument_for("tp"), argument_for("expert")
     ('tp_size', "the size of 'expert'")
@@ -33,7 +33,7 @@ def argument_for(axis: str) -> str:
 
 
 def settings_of_all_axes() -> RunSettings:
-    """Return settings that ask for every axis that has an argument, to find out which of them plugins bring."""
+    """Return settings that ask for every axis with an argument, to find out which of these axes plugins provide."""
     return RunSettings(tp_size=2, pipe_size=2)
 
 
@@ -46,14 +46,14 @@ def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> 
             raise ConfigError(
                 f"{argument}={size} needs the axis {name!r}, which no active plugin provides. "
                 f"Install {package}: {PACKAGES[package].install}; or leave {argument} at its default, or add a plugin"
-                " whose hook bmt_mesh_axes brings the axis."
+                " whose hook bmt_mesh_axes provides the axis."
             )
 
 
 def tensor_locality(tp_mode: bool, tp_split_dim: int) -> tuple[Locality, ...]:
     """Return the localities that ``tp_mode`` and ``tp_split_dim`` stand for.
 
-    BMTrain sums the gradients of parameters that are replicated over tp (``tp_split_dim=-1``): each rank has a share.
+    With ``tp_split_dim=-1`` the parameter is replicated over tp and each rank computes a share of its gradient, as in BMTrain.
 
     >>> tensor_locality(True, 0)
     (Locality(axis='tp', split_dim=0, ...),)
@@ -92,7 +92,7 @@ class OldTopologyNames:
         tp_idx      r // tp                      which tensor-parallel group it is in
         tp_id       r % tp                       its index in that group
 
-    For four more kinds of groups, ``…_idx`` is which of them the rank is in, and ``…_id`` is its index in it: ``zero``, all
+    For four more kinds of groups, ``…_idx`` is the number of the rank's group, and ``…_id`` the rank's index in it: ``zero``, all
     ranks; ``tp_zero``, the ranks with the same tensor-parallel slices; ``pp_zero``, the ranks of one stage; ``pp_tp_zero``,
     the ranks of one stage with the same slices.
     """
@@ -117,11 +117,11 @@ class OldTopologyNames:
     pp_tp_zero_id = property(lambda self: self.pipe_idx // self.axis_size(TENSOR_AXIS))
 
     def get_group_id(self, name: str) -> int:
-        """Which of the groups called ``name`` (``pipe zero tp_zero tp``) this rank is in, under BMTrain's numbering."""
+        """The number of this rank's group of kind ``name`` (``pipe zero tp_zero tp``), as BMTrain numbers them."""
         return self._attribute(name, 0)
 
     def get_group_rank(self, name: str) -> int:
-        """The rank's index inside its group called ``name`` (``pipe zero tp_zero tp``)."""
+        """The rank's index in its group of kind ``name`` (``pipe zero tp_zero tp``)."""
         return self._attribute(name, 1)
 
     def _attribute(self, group: str, which: int) -> int:
@@ -141,7 +141,7 @@ _GROUPS = {
 
 
 class OldParameterNames:
-    """The attributes of BMTrain's DistributedParameter that it has under other names, or no need of."""
+    """Attributes of BMTrain's DistributedParameter that have other names in bmt, or are not needed there."""
 
     __slots__ = ()
 
@@ -149,7 +149,7 @@ class OldParameterNames:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Shape of the tensor that ranks have slices of."""
+        """Shape of the whole tensor."""
         raise NotImplementedError
 
     def gather_all(self) -> torch.Tensor:
@@ -161,7 +161,7 @@ class OldParameterNames:
         raise NotImplementedError
 
     def _copy_data(self, data: torch.Tensor) -> None:
-        """Copy this rank's part of ``data``, of the shape that is sharded, to the parameter. Communicates nothing."""
+        """Copy this rank's part of ``data``, a tensor of ``full_shape``, to the parameter. Communicates nothing."""
         shape: torch.Size = self._original_shape  # type: ignore[attr-defined]
         self.data.copy_(self.local_part(data.detach().view(shape)))  # type: ignore[attr-defined]
 

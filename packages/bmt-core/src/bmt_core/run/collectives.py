@@ -18,7 +18,7 @@ from bmt_core.run.runtime import current
 
 
 def all_gather(x: torch.Tensor, comm: Group | None = None) -> torch.Tensor:
-    """Return the ``x`` of every rank, of shape ``(W, *x.shape)``. Backward: the own part of the gradient."""
+    """Return the ``x`` of every rank, of shape ``(W, *x.shape)``. Backward: this rank's part of the gradient."""
     group = _group(x, comm)
     gathered: torch.Tensor = AllGather.apply(x, group)  # type: ignore[no-untyped-call]
     return gathered
@@ -40,7 +40,7 @@ def reduce_scatter(x: torch.Tensor, op: ReduceOp = "sum", comm: Group | None = N
     """Reduce ``x`` over the ranks and return this rank's slice of dim 0, which W must divide; ``op`` as in
     :func:`all_reduce`.
 
-    Backward of sum: the gathered gradients of all ranks; of avg: those, divided by W. The others have none.
+    Backward of sum: the gathered gradients of all ranks; of avg: these divided by W. Other operations have no backward.
     """
     group = _group(x, comm)
     _check_op(op, x)
@@ -65,7 +65,7 @@ def broadcast(src: torch.Tensor, root: int, comm: Group | None = None) -> torch.
 
 
 def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | None = None) -> None:
-    """Send a tensor to the group's rank ``next_rank``, which calls :func:`recv_activations`. Shape and dtype travel along."""
+    """Send a tensor, with its shape and dtype, to the group's rank ``next_rank``, which calls :func:`recv_activations`."""
     group = _group(hidden_state, comm)
     _check_rank(next_rank, group)
     tensor = hidden_state.detach().contiguous()
@@ -75,7 +75,8 @@ def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | N
 
 
 def recv_activations(prev_rank: int, comm: Group | None = None) -> torch.Tensor:
-    """Return the tensor that the group's rank ``prev_rank`` sends by :func:`send_activations`, on the device that it has there."""
+    """Return the tensor that the group's rank ``prev_rank`` sends by :func:`send_activations`: on the CPU if it is there, else on
+    this rank's device."""
     group = _group(None, comm)
     _check_rank(prev_rank, group)
     header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)
@@ -88,7 +89,7 @@ def recv_activations(prev_rank: int, comm: Group | None = None) -> torch.Tensor:
     return tensor
 
 
-# What can travel, by number; new ones go to the end.
+# The dtypes that can be sent; the index is sent. New ones go to the end.
 _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float16,
@@ -110,7 +111,7 @@ _HEADER_LENGTH = 3 + _MOST_DIMS
 
 
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:
-    # One message of fixed length, from the host: the receiver needs it there before it can allocate.
+    # One message of fixed length in host memory, which the receiver must read before it can allocate.
     if tensor.dtype not in _DTYPES:
         raise TypeError(f"send_activations cannot send {tensor.dtype}. Convert the tensor first.")
     numbers = [int(tensor.device.type == "cpu"), _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]

@@ -1,14 +1,14 @@
-"""Lanes: where collectives run beside the computation.
+"""Lanes, in which collectives run beside the computation.
 
-A run has two, one that gathers parameters and one that reduces gradients; a package asks for more by name. On CUDA a
+A run has two lanes, one that gathers parameters and one that reduces gradients; packages ask for more by name. On CUDA a
 lane is a stream. Collectives on one communicator wait for each other, so every lane but the gathering one has
 communicators of its own (:meth:`Lane.group`). On the CPU a started collective proceeds by itself. One thread issues
 everything, in one order, on every rank alike.
 
 [Note: buffer lifetime] Memory belongs to the stream on which it was allocated: the allocator hands it out again, to that
-stream, as soon as it is freed, whatever other streams still do with it. So what a lane fills is allocated *in* the lane
-(:meth:`Lane.memory`), and freed after the lane has been told to wait for its reader (:meth:`Lane.after`); what the
-computation fills and a lane reads is kept until the computation has waited for the lane.
+stream, as soon as it is freed, whatever other streams still do with it. So memory that a lane fills is allocated *in* the lane
+(:meth:`Lane.memory`), and is freed after :meth:`Lane.after` has made the lane wait for the reader. Memory that the computation
+fills and a lane reads is kept until the computation has waited for the lane.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from bmt_core.comm.protocols import Finished, Group, Work
 from bmt_core.run.topology import Topology
 
 PRIORITY = -2
-"""Of the lanes' streams. A collective that waited for a multiprocessor behind the queue of a product would let all ranks wait."""
+"""The priority of the lanes' streams. All ranks would wait for a collective whose kernel is queued behind a large product."""
 
 
 class Mark(Protocol):
     """A point in the order of work of the computation or of a lane."""
 
     def wait(self) -> None:
-        """Order what the computation does next after this point: the current stream on CUDA, the caller on CPU."""
+        """Wait until this point is reached: the current stream waits on CUDA, the caller on the CPU."""
 
 
 class Lane:
-    """The lane on the CPU, and what every lane can do."""
+    """The interface of every lane, and the lane on the CPU."""
 
     def __init__(self, name: str, topology: Topology) -> None:
         self.name = name
         self._topology = topology
 
     def group(self, group: Group) -> Group:
-        """Return the lane's own group over the ranks of ``group``, which connects at its first operation."""
+        """Return the lane's own group over the ranks of ``group``; it connects at its first operation."""
         return self._topology.twin(group, self.name)
 
     def here(self) -> Mark:
@@ -49,7 +49,7 @@ class Lane:
         return Finished()
 
     def after(self, mark: Mark) -> None:
-        """Let what the lane is given from now on start after ``mark``."""
+        """Make all later work of the lane start after ``mark``."""
         mark.wait()
 
     def memory(self) -> AbstractContextManager[object]:
@@ -59,7 +59,7 @@ class Lane:
     def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
         """Run the collective that ``start`` starts and, after it, ``then``; return the point at which both are done.
 
-        They start after what the lane was given before; after the computation only if :meth:`after` said so.
+        They start after the lane's earlier work, but after the computation only if :meth:`after` was called for that.
         """
         return _Once(start(), then)
 
@@ -81,7 +81,7 @@ class CudaLane(Lane):
         """See :meth:`Lane.after`."""
         if isinstance(mark, torch.cuda.Event):
             self.stream.wait_event(mark)
-        else:  # a mark of somebody else's, which makes the current stream wait
+        else:  # a mark of another class, whose wait() makes the current stream wait
             with _On(self.stream, self._device):
                 mark.wait()
 
@@ -104,7 +104,7 @@ class CudaLane(Lane):
 
 
 class _On:
-    """``torch.cuda.stream`` for one known device, at a third of the host's time."""
+    """``torch.cuda.stream`` for one known device; takes a third of its host time."""
 
     def __init__(self, stream: torch.cuda.Stream, device: int) -> None:
         self._stream = stream
@@ -119,9 +119,8 @@ class _On:
 
 
 class _Once:
-    """On the CPU: whoever waits first waits for the collective, and does what follows it.
-
-    Once, because waiting again for a collective of gloo's writes its result again, over what was added since.
+    """A mark on the CPU: the first ``wait()`` waits for the collective and calls ``then``; later ones do nothing. Waiting again for
+    a collective of gloo would write its result again, over what was added since.
     """
 
     def __init__(self, work: Work, then: Callable[[], None] | None) -> None:

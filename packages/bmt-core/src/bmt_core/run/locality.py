@@ -16,17 +16,17 @@ Gradients = Literal["share", "whole"]
 
 @dataclass(frozen=True)
 class Locality:
-    """How a parameter lies along ``axis``. Without one, a parameter is sharded along the axis, and its gradient summed.
+    """How a parameter lies along ``axis``. Without a Locality, a parameter is sharded along the axis, and its gradient summed.
 
     There are four cases:
 
     - ``Locality("tensor", split_dim=0)``: each rank along the axis has an equal slice of one tensor, cut along that dim.
       ``sections`` are the sizes of consecutive parts of the dim, each of which is cut by itself: the queries, keys and
       values of one fused matrix, of which each rank has the same heads. Without, the dim is cut as a whole.
-    - ``Locality("tensor", gradients="whole")``: each rank has the same values and computes the whole gradient, so that
-      gradients are not summed along the axis: each rank keeps its own.
+    - ``Locality("tensor", gradients="whole")``: each rank has the same values and computes the whole gradient, so gradients are not
+      summed along the axis.
     - ``Locality("tensor", gradients="share")``: each rank has the same values and computes a part of the gradient, so that
-      the parts are summed. That is what happens without a Locality, and the parameter is sharded along the axis, too.
+      the parts are summed and the parameter is sharded along the axis, as without a Locality.
     - ``Locality("stage")``: each rank along the axis has a parameter of its own, under a name of its own.
 
     >>> Locality("tensor", split_dim=1).is_sharded, Locality("tensor", gradients="share").is_sharded
@@ -54,7 +54,7 @@ class Locality:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the parameter is sharded along the axis and its gradient summed, as if nothing were said about it."""
+        """Whether the parameter is sharded along the axis and its gradient summed, as without a Locality."""
         return self.gradients == "share"
 
     @property
@@ -63,7 +63,7 @@ class Locality:
         return self.split_dim is None and self.gradients is None
 
     def cut(self, whole: torch.Tensor, index: int, size: int) -> torch.Tensor:
-        """Return slice ``index`` of ``size`` of ``whole``, which is cut along :attr:`split_dim`; a view if without sections.
+        """Return slice ``index`` of ``size`` of ``whole``, which is cut along :attr:`split_dim`; a view if there are no sections.
 
         >>> Locality("tensor", split_dim=0, sections=(4, 2)).cut(torch.arange(6), 1, 2)
         tensor([2, 3, 5])
@@ -74,7 +74,7 @@ class Locality:
         return own[0] if len(own) == 1 else torch.cat(own, self.split_dim)
 
     def ranges(self, shape: Sequence[int], index: int, size: int) -> list[tuple[int, int]]:
-        """Return where in a flattened tensor of ``shape`` the elements of :meth:`cut` lie, one range after the other.
+        """Return the consecutive ranges of the elements of :meth:`cut` in a flattened tensor of ``shape``.
 
         >>> Locality("tensor", split_dim=1).ranges((2, 6), 1, 3)
         [(2, 4), (8, 10)]
@@ -90,7 +90,7 @@ class Locality:
         return [(row * length * element + start, row * length * element + end) for row in rows for start, end in own]
 
     def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor of which :meth:`cut` makes ``slices``.
+        """Return the whole tensor from its ``slices``; the inverse of :meth:`cut`.
 
         >>> Locality("tensor", split_dim=0, sections=(4, 2)).join([torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5])])
         tensor([0, 1, 2, 3, 4, 5])

@@ -1,4 +1,4 @@
-"""What a program does with results that lie on several ranks: the mean loss, and values put together for evaluation."""
+"""Results of all ranks for a program: the mean loss, and gathered values for evaluation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     """Return every rank's ``result``, concatenated along dim 0 on every rank, where the tensor was (CPU or device).
     Collective.
 
-    Any dtype; slices; 0-dim tensors, which become one element each. Dim 0 may differ between ranks, as in the last
-    batch of an evaluation; the other dims and the dtype must not: ``ValueError`` on every rank.
+    ``result`` may be of any dtype and need not be contiguous; a 0-dim tensor counts as one element. Dim 0 may differ between ranks,
+    as in the last batch of an evaluation; the other dims and the dtype must not: ``ValueError`` on every rank.
     """
     group = current().world
     rows = result.detach()[None] if result.dim() == 0 else result.detach()

@@ -40,8 +40,8 @@ from bmt_core.settings import (
 
 _current: Runtime | None = None
 _starts = 0
-# One store per process and address: a server that closed while another rank still talks to it would take that rank
-# down, so it lives as long as the process, and every start uses its own prefix in it.
+# One store per process and address, as long as the process lives: other ranks would fail if the server closed while they still use
+# it. Every start has its own prefix in the store.
 _stores: dict[tuple[str | None, ...], dist.Store] = {}
 
 CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
@@ -49,7 +49,7 @@ CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
 
 
 class Runtime:
-    """Everything that a run has one of. Made by :func:`init_distributed`; read, not written."""
+    """The objects of one run, such as its grid and backend. :func:`init_distributed` makes it; others only read it."""
 
     def __init__(
         self,
@@ -71,21 +71,21 @@ class Runtime:
         self.backend = backend
         self.kernels = kernels
         self.calls = calls
-        """What compares the collectives of the ranks; None where they are not checked."""
+        """Compares the collectives of the ranks; None if they are not checked."""
         self.world: Group = topology.group(topology.sizes)
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
-        """Called when the outermost bmt module's call begins, in every mode, alike on every rank."""
+        """Called when the call of an outermost bmt module begins, in training and evaluation, on every rank alike."""
         self.has_scaled_loss = False
-        """Whether an ``OptimManager`` has scaled a loss in this run; it sets this."""
+        """Whether an ``OptimManager`` has scaled a loss in this run. Set by the manager."""
         self.make_block: MakeBlock | None = None
         """See :class:`bmt_core.plugins.protocols.Run`."""
         self.at_shutdown: list[Callable[[], None]] = []
-        """Called by :func:`shutdown`: what takes hooks out of torch again."""
+        """Called by :func:`shutdown`, for example to remove hooks from torch."""
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """The index of this process among all."""
         return self.launch.rank
 
     @property
@@ -95,7 +95,7 @@ class Runtime:
 
     @property
     def gradient_divisor(self) -> int:
-        """By how much gradients that were summed over ranks are divided before they reach ``.grad``."""
+        """The number by which gradients that were summed over ranks are divided before they reach ``.grad``."""
         return self.topology.data_size if self.settings.gradients == "mean" else 1
 
     def describe(self) -> str:
@@ -133,31 +133,29 @@ def init_distributed(
     importable) with ``seed``, so parameter initialisation draws the same numbers everywhere; dropout inside bmt's
     modules draws from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
 
-    ``pipe_size`` -1 means no pipeline. ``zero_level`` is the level of Blocks that do not say; None means 3.
+    ``pipe_size`` -1 means no pipeline. ``zero_level`` is the default level of Blocks; None means 3.
     ``comm_backend`` is a registered name, or a :class:`CommBackend` class; by default the environment's
     ``BMT_COMM_BACKEND``, else ``"torch"``. ``device`` is by default the CUDA device of the local rank where there is
     one, else the CPU. ``timeout`` (seconds) bounds every rendezvous and collective. ``pin_cpu`` binds the process to
     its share of the host's cores; nothing else touches the process's CPU, cuDNN or thread settings.
 
-    ``reduce_dtype`` is how gradients of half types are summed by Blocks that do not say: ``"fp32-sum"`` sends them as they
-    are and sums in float32, ``"param"`` sends and sums them as they are, ``"fp32"`` sends and sums float32, twice the
-    bytes. ``prefetch_bytes`` is how many bytes of parameters may be gathered ahead of the block that computes; always at
-    least one block, which is the default (None).
+    ``reduce_dtype`` is the default of Blocks for sums of half-type gradients: ``"fp32-sum"`` sends half types and sums in float32,
+    ``"param"`` sends and sums half types, ``"fp32"`` sends and sums float32, twice the bytes. ``prefetch_bytes`` is how many bytes
+    of parameters may be gathered ahead of the running block; at least one block always is, and by default (None) only one.
 
-    ``gradients`` says what ``.grad`` is of the gradients of all ranks: their ``"sum"``, which an ``OptimManager`` makes those of
-    the mean loss by dividing the loss, or their ``"mean"`` over the ranks that see different data, for loops that call
-    ``loss.backward()`` and ``optimizer.step()`` themselves, as with torch's DistributedDataParallel. An ``OptimManager`` works with
-    both; the values are the same.
+    ``gradients``: ``.grad`` is either the ``"sum"`` of the gradients of all ranks, or their ``"mean"`` over the ranks that see
+    different data, as with torch's DistributedDataParallel. Loops that call ``loss.backward()`` and ``optimizer.step()`` themselves
+    need ``"mean"``. An ``OptimManager`` gives the gradients of the mean loss with both: with ``"sum"`` it divides the loss.
 
-    ``check_calls``: whether every collective's number, name and size are compared with the other ranks', so that a rank alone
-    in one, or in another one, is an error on all ranks (:class:`CallError`) and no silence. By default (None) all are on the CPU,
-    and on GPUs the first 200 of each group; none where the ranks meet in a file, which every comparison would lengthen. A rank
-    that waits 30 s for others says for whom: see :mod:`bmt_core.comm.call_check`.
+    ``check_calls``: whether every collective's number, name and size are compared with the other ranks', so that a rank that is
+    alone in a collective, or in another one, is an error on all ranks (:class:`CallError`) and does not hang. By default (None) all
+    collectives are compared on the CPU, and on GPUs the first 200 of each group; none if the rendezvous is a file, which would grow
+    with every comparison. A rank that waits 30 s for others names them in a warning: see :mod:`bmt_core.comm.call_check`.
 
-    ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Ranks compare them like
-    those: every rank passes the same.
+    ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Every rank must pass the same
+    ones.
 
-    Raises :class:`ConfigError` (bad settings, a world that the grid does not divide, started already) and
+    Raises :class:`ConfigError` (bad settings, a world size that the grid does not divide, a second start) and
     :class:`PluginError` (broken or doubled plugins, other plugins on other ranks), on every rank.
     """
     global _current, _starts
@@ -213,7 +211,7 @@ def init_distributed(
             timeout=settings.timeout,
             calls=calls,
         )
-        # A rank that left this before the others and shut down would close connections that a slower one is still making.
+        # In a section, because a rank that shuts down early would close connections that a slower rank is still making.
         with section("connections"):
             backend: CommBackend = backend_class(context)
         undo.callback(backend.close)
@@ -232,7 +230,7 @@ def init_distributed(
         _seed(seed)
         undo.pop_all()
     _current = runtime
-    # Scripts that never call shutdown() end well too: process groups left to the interpreter's exit can abort it.
+    # For scripts that never call shutdown(): process groups that live until the interpreter exits can abort it.
     atexit.register(shutdown)
     try:
         registry.run_started(runtime)
@@ -244,7 +242,7 @@ def init_distributed(
 
 
 def shutdown() -> None:
-    """End the run on this process: plugins are told, groups are given back. Without a run it does nothing.
+    """End the run on this process: tell plugins, close groups. Without a run it does nothing.
 
     Waits for nobody, so a rank that failed can leave. Another :func:`init_distributed` may follow.
     """
@@ -312,9 +310,8 @@ def _connect(init_method: str, launch: Launch, settings: RunSettings) -> dist.St
 
 
 def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
-    """Return the store of ``init_method``. Rank 0, where it serves the store, does not wait for the others here.
-
-    Torch's own would wait, and not say for whom.
+    """Return the store of ``init_method``. If rank 0 serves it, it does not wait for the others here: torch's rendezvous would wait
+    without naming the ranks that are missing.
     """
     patience = timedelta(seconds=timeout)
     url = urlparse(init_method)
@@ -326,7 +323,7 @@ def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
         store: dist.Store = next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience))[0]
         return store
     serves = launch.rank == 0 and not _launcher_serves_store()
-    # The launcher's store outlives the ranks that it has started before.
+    # The launcher's store outlives the ranks of earlier attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         served = dist.TCPStore(
@@ -357,7 +354,7 @@ def _check_calls(store: dist.Store | None, launch: Launch, settings: RunSettings
 
 
 def _failure_under_way() -> str:
-    """Return the error for which this process ends: the one that is handled now, or that has ended the program."""
+    """Return the error that ends this process, as text: the one being handled now, or the one that ended the program."""
     error = sys.exception() or getattr(sys, "last_value", None)
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""

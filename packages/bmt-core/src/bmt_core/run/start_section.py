@@ -15,7 +15,7 @@ from bmt_core.errors import ConfigError, PluginError, RemoteError
 logger = logging.getLogger("bmt_core")
 
 WARN_AFTER = 30.0
-"""Seconds for which a rank waits before it says for whom."""
+"""Seconds for which a rank waits before it warns and names the missing ranks."""
 _SAME_CLASS = {kind.__name__: kind for kind in (ConfigError, PluginError)}
 
 
@@ -24,7 +24,7 @@ def start_section(name: str, store: dist.Store | None, *, rank: int, world_size:
     """If the body of the ``with`` statement raises on one rank, raise on all of them.
 
     It is :func:`bmt_core.comm.collective_section.collective_section` for the time before there are groups: the ranks report
-    through ``store``, which is None in a run of one rank. ``name`` is that of no other section of the same start. A rank that
+    through ``store``, which is None in a run of one rank. Each section of one start has another ``name``. A rank that
     does not report within ``timeout`` seconds is named in a :class:`RemoteError`.
     """
     if store is None:
@@ -57,7 +57,7 @@ def start_section(name: str, store: dist.Store | None, *, rank: int, world_size:
 
 
 def _missing_after(seconds: float, keys: list[str], store: dist.Store) -> str:
-    """Wait until all ``keys`` are there, at most for ``seconds``; return the places of those that are not."""
+    """Wait until all ``keys`` are there, at most for ``seconds``; return the ranks of those that are missing."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except dist.DistStoreError:

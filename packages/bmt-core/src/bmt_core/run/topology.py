@@ -39,7 +39,7 @@ class Topology(OldTopologyNames):
 
     ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the innermost axis.
     ``same_data`` names the axes whose ranks see the same data. Groups are made when first asked for, and kept. Making one
-    communicates nothing: it connects its members at their first operation on it. The group of all ranks is connected at once.
+    communicates nothing: its members connect at their first operation on it. The group of all ranks is connected at once.
 
     The attributes of BMTrain's topology are there under their old names: see :mod:`bmt_core.run.bmtrain_names`.
     """
@@ -115,9 +115,8 @@ class Topology(OldTopologyNames):
         return self.group(name for name in self.sizes if name not in local_axes)
 
     def twin(self, group: Group, name: str) -> Group:
-        """Return a second group over the ranks of ``group``, with connections of its own, for what runs beside it.
-
-        One for each ``name``, kept. A group that this topology did not make, and a group of one rank, is returned itself.
+        """Return a second group over the ranks of ``group``, with connections of its own, for collectives that run beside it. There
+        is one for each ``name``. A group of one rank, or one that this topology did not make, is returned itself.
         """
         key = next((key for key, made in self._groups.items() if made is group), None)
         if key is None or group.size == 1:
@@ -127,7 +126,7 @@ class Topology(OldTopologyNames):
         return self._twins[key, name]
 
     def group_of(self, ranks: tuple[int, ...]) -> Group:
-        """Return the group of this rank whose members are ``ranks``; :class:`ConfigError` when the grid has none such."""
+        """Return the group of this rank whose members are ``ranks``; :class:`ConfigError` if the grid has no such group."""
         for count in range(1 << len(self.sizes)):
             axes = [name for bit, name in enumerate(self.sizes) if count >> bit & 1]
             if ranks in self.ranks(axes) and self.rank in ranks:

@@ -1,4 +1,4 @@
-"""Run functions on several ranks from a test: on processes of their own, with the errors of all ranks in one message.
+"""Run functions on several ranks from a test: each on its own process, with the errors of all ranks in one message.
 
     from bmt_core.testing import run_ranks
 

@@ -1,4 +1,4 @@
-"""How many ranks of a test can have a GPU, and which GPU each has.
+"""The number of ranks of a test that can have a GPU, and the GPU of each.
 
 Every rank has a GPU of its own, unless :data:`RANKS_PER_GPU` says how many share one. NCCL refuses two ranks of one host on
 one GPU. So ranks that share GPUs seem to be on different hosts: NCCL then sends through sockets, which is slow, but streams,

@@ -26,7 +26,7 @@ class Job:
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A module-level function by which another process finds it: the names of module and function, and the module's file.
+    """A reference by which another process finds a module-level function: module name, module file and function name.
 
     The file is needed because pytest's import mode ``importlib`` gives test modules names that cannot be imported.
     """

@@ -77,7 +77,7 @@ class RankPool:
         function, arguments = FunctionReference.to(fn), pickle.dumps((args, kwargs))
         for listener in _listeners:
             listener(self.world_size)
-        # In this process, as torchrun keeps it in its agent, so that it outlives every rank.
+        # In this process, so that it outlives every rank, as torchrun's agent serves it.
         store = serve_store(timedelta(seconds=timeout + grace))
         workers = self._workers.take(self.world_size)
         for rank, worker in enumerate(workers):
@@ -111,8 +111,8 @@ def on_run(listener: Callable[[int], None]) -> None:
 def serve_store(patience: timedelta) -> TCPStore:
     """Serve a store on a port of 127.0.0.1 that the operating system chooses.
 
-    On a socket that torch opens, ranks have addresses of IPv6. Torch looks up their names, not to be found in /etc/hosts, and a
-    run begins when the name server has answered.
+    On a socket that torch opens, ranks have IPv6 addresses. Torch looks up their names, which are not in /etc/hosts, so each start
+    would wait for the name server.
     """
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     port = listener.getsockname()[1]

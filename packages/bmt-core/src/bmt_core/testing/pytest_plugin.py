@@ -42,7 +42,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Record on how many ranks the test ran, in its report, which xdist's workers send to the main process."""
+    """Record the test's number of ranks in its report, which xdist's workers send to the main process."""
     global _largest_run
     mark = item.get_closest_marker("ranks")
     _largest_run = 0 if mark is None else mark.args[0]
@@ -54,7 +54,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many tests ran on several ranks."""
+    """Print how many tests ran on several ranks."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     count = sum(
         isinstance(report, pytest.TestReport) and report.when == "call" and _PROPERTY in dict(report.user_properties)

@@ -36,7 +36,7 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
     # On SIGTERM, which ends a hung rank, the stacks of its threads are written to the pipe. A handler written in Python would
     # not run while a collective blocks the main thread.
     faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=True, chain=True)
-    # Control-C in a terminal reaches every process, and the parent alone is to react.
+    # Control-C in a terminal reaches every process, but only the parent should react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     known = _freeze_modules(0)
     jobs.send_bytes(READY)
@@ -57,9 +57,8 @@ def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> N
 
 
 def _freeze_modules(known: int) -> int:
-    """Exempt modules from garbage collection if there are more than ``known``; return how many there are.
-
-    They are never garbage. Without them, the collection after each job is 100 times faster.
+    """Exempt loaded modules from garbage collection if there are more than ``known``; return how many there are. Modules are never
+    garbage, and without them the collection after each job is 100 times faster.
     """
     if len(sys.modules) > known:
         gc.collect()

@@ -93,7 +93,7 @@ class Worker:
         try:
             self.connection.send_bytes(pickle.dumps(job))
         except BrokenPipeError:
-            pass  # the process has died, which ``receive`` reports
+            pass  # the process has died; ``receive`` reports it
 
     def receive(self) -> None:
         """Process the next message, or the end of the process."""
@@ -149,14 +149,14 @@ class Worker:
 
 @functools.cache
 def _context() -> ForkServerContext | SpawnContext:
-    """Return what starts processes: forks of one that has imported torch, which takes each new one seconds.
+    """Return the context that starts processes: it forks a server that has imported torch, because an import takes seconds.
 
-    Where torch knows CUDA, every process imports it by itself: one that has asked for a GPU cannot be forked. Forks share their
-    seed of hashes, so sets have one order on all ranks; ranks that torchrun starts have orders of their own.
+    If torch is built with CUDA, processes are spawned instead and each imports torch: a process that has used a GPU cannot be
+    forked. Forks share one hash seed, so a set has the same order on all ranks; ranks that torchrun starts have different orders.
     """
     if torch.version.cuda is not None:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The former imports the compiler, as torch does with the first optimizer.
+    # The first one imports the compiler, which torch would do at the first optimizer.
     context.set_forkserver_preload(["torch.distributed.pipelining", "bmt_core.testing.rank_process"])
     return context

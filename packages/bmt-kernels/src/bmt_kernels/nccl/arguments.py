@@ -1,4 +1,4 @@
-"""What is checked before NCCL gets an address: it would write to a wrong one, or wait for ever."""
+"""Checks of arguments before they are passed to NCCL, which would write to a wrong address, or wait for ever."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_whole_and_part(
 
 
 def check_apart(operation: str, whole: torch.Tensor, part: torch.Tensor, rank: int) -> None:
-    """Raise :class:`ValueError` if ``part`` shares memory with ``whole`` in another way than as its slice ``rank``."""
+    """Raise :class:`ValueError` if ``part`` shares memory with ``whole``, unless it is its slice ``rank``."""
     offset = part.data_ptr() - whole.data_ptr()
     if -part.nbytes < offset < whole.nbytes and offset != rank * part.nbytes:
         raise ValueError(
@@ -90,7 +90,8 @@ def check_member(
 
 
 def reduction(operation: str, tensor: torch.Tensor, op: ReduceOp) -> tuple[int, int, int]:
-    """Return NCCL's numbers for element and operation, and its number of elements; TypeError for what it cannot reduce."""
+    """Return NCCL's numbers of the element type and the operation, and the number of elements; TypeError if NCCL cannot reduce
+    them."""
     if op not in _OPS:
         raise ValueError(f"{operation}: op must be one of {', '.join(REDUCE_OPS)}, not {op!r}.")
     if tensor.dtype not in _ELEMENTS:
@@ -102,7 +103,7 @@ def reduction(operation: str, tensor: torch.Tensor, op: ReduceOp) -> tuple[int, 
     if tensor.dtype == torch.bool:
         if op == "avg":
             raise TypeError(f"{operation}: truth values (torch.bool) have no average.")
-        # As in torch: the sum of truth values is whether any is true. As bytes they would add up to what is no truth value.
+        # As in torch, the sum of truth values is whether any is true. Summed as bytes they would give other values than 0 and 1.
         number = _OPS["max"] if op == "sum" else number
     element, times = _ELEMENTS[tensor.dtype]
     return element, number, times * tensor.numel()

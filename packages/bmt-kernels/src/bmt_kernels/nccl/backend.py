@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bmt_kernels._nccl import Library
 
 logger = logging.getLogger("bmt_kernels")
-# Seconds that the device has at the end to finish what was started. Others may never take part in it.
+# Seconds that the device has at the end to finish collectives, in which other ranks may never take part.
 _PATIENCE_AT_THE_END = 60.0
 _PATIENCE_WITH_STORE = 5.0
 
@@ -41,11 +41,11 @@ class NcclBackend(CommBackend):
     def __init__(self, context: CommContext) -> None:
         super().__init__(context)
         ranks = {"rank": context.rank, "world_size": context.world_size}
-        # Before anything waits for the other ranks: one that has no NCCL would never come.
+        # Before anything waits for the other ranks: a rank without NCCL would never come.
         with start_section(self.name, context.store, **ranks, timeout=context.timeout):
             self._library, self._engine = make_engine(context.device, context.timeout)
         self._herald = None if context.store is None else Herald(self._engine, context.store, context.rank)
-        # Groups of the same ranks share it: on the host, collectives need no communicator of their own to run side by side.
+        # Groups of the same ranks share a host group: on the host, collectives run side by side without communicators of their own.
         self._host_groups: dict[tuple[int, ...], Group] = {}
         try:
             self._host = TorchBackend(replace(context, device=torch.device("cpu")))
@@ -86,7 +86,8 @@ class NcclBackend(CommBackend):
         return self._host_groups[ranks]
 
     def close(self) -> None:
-        """Give everything back, also after a failure. Work that other ranks do not take part in is aborted after a minute."""
+        """Free all resources, also after a failure. Collectives in which other ranks do not take part are aborted after a
+        minute."""
         try:
             has_failed = self._engine.wait_for_failure(0.0) is not None
             if not self._engine.close(min(self.context.timeout, _PATIENCE_AT_THE_END)) and not has_failed:

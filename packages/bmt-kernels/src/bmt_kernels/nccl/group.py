@@ -23,7 +23,7 @@ from bmt_kernels.nccl.arguments import (
 if TYPE_CHECKING:
     from bmt_kernels._nccl import Communicator
 
-# Whatever is started comes next on the caller's stream.
+# Operations are queued on the caller's stream, so nobody needs to wait for them.
 _STARTED = Finished()
 _Parts = Sequence[tuple[torch.Tensor, int]]
 
@@ -31,7 +31,7 @@ _Parts = Sequence[tuple[torch.Tensor, int]]
 class NcclGroup(Group):
     """A group over one communicator of NCCL. ``host`` is the group of the same ranks for tensors on the CPU.
 
-    ``calls`` compares its collectives on the device with those of the other ranks; None: nothing does.
+    ``calls`` compares its collectives on the device with those of the other ranks; None: they are not compared.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class NcclGroup(Group):
         self._calls = calls
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
-        """See :meth:`Group.all_gather`; moves bytes, so every dtype travels."""
+        """See :meth:`Group.all_gather`; sends bytes, so that every dtype works."""
         if _is_on_host(output, input):
             return self.host.all_gather(output, input)
         check_tensor("all_gather: output", output, self._device)
@@ -114,7 +114,7 @@ class NcclGroup(Group):
         return self.host.recv(tensor, src) if _is_on_host(tensor) else self.exchange([], [(tensor, src)])
 
     def exchange(self, sends: _Parts, recvs: _Parts) -> Work:
-        """See :meth:`Group.exchange`; what is on the device is started as one."""
+        """See :meth:`Group.exchange`; all transfers of the device are started as one operation."""
         to_send = [self._part("send", "dst", *part) for part in sends if not _is_on_host(part[0])]
         to_receive = [self._part("recv", "src", *part) for part in recvs if not _is_on_host(part[0])]
         works: list[Work] = [_STARTED]

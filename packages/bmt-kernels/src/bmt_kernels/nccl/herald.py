@@ -1,4 +1,4 @@
-"""A failure on one rank made known to all others, through the rendezvous store."""
+"""``Herald``: announces a rank's failure to all others, through the rendezvous store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ _PERIOD = 1.0
 
 
 class Herald(threading.Thread):
-    """Writes this rank's first failure into the store, and ends this rank's communication when another one's is there.
-
-    Without it every rank would find out by itself, at its own timeout, and none would know where it began.
+    """Writes this rank's first failure into the store, and ends this rank's communication when another rank has failed. Without it
+    every rank would fail at its own timeout, and none would know where the failure began.
     """
 
     def __init__(self, engine: Engine, store: Store, rank: int) -> None:
@@ -32,7 +31,7 @@ class Herald(threading.Thread):
         self._rank = rank
 
     def run(self) -> None:
-        """Look until there is a failure, or the engine is closed, or the store is gone."""
+        """Look for failures until there is one, the engine is closed, or the store is gone."""
         try:
             while not self._look():
                 pass

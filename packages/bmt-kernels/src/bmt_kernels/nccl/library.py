@@ -1,4 +1,4 @@
-"""Which NCCL is used: the one that torch has loaded, or would load."""
+"""Finds NCCL: the library that torch has loaded, or would load."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def make_engine(device: torch.device, timeout: float) -> tuple[Library, Engine]:
 
 
 def open_library() -> Library:
-    """Return NCCL: what ``BMT_NCCL_LIBRARY`` names, else what is loaded already, what lies beside torch, what the loader finds.
-
-    The first that can be opened is it. Raises :class:`ConfigError` if there is none, or if its version is unknown.
+    """Return the first NCCL that can be opened: that of ``BMT_NCCL_LIBRARY`` if it is set; else the loaded one, one installed
+    beside torch, or one that the loader finds. Raises :class:`ConfigError` if there is none, or if its version is unknown.
     """
     module = binaries.load("_nccl")
     assert module is not None
@@ -56,7 +55,7 @@ def open_library() -> Library:
 
 
 def candidates() -> Iterator[tuple[str, bool]]:
-    """Yield where NCCL may be, and whether only a loaded copy counts."""
+    """Yield the paths where NCCL may be, each with whether only a loaded copy counts."""
     if chosen := os.environ.get(VARIABLE):
         yield chosen, False
         return

@@ -1,1 +1,1 @@
-"""Adam: the optimizer, the order of its updates, and the state it keeps."""
+"""Adam: the optimizer, the order of its updates, and its state."""

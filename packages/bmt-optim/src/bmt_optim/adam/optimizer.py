@@ -33,33 +33,32 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     """Adam, with **decoupled weight decay for half parameters and L2 regularisation for all others**, as in BMTrain.
 
     ``decoupled_weight_decay`` True (AdamW) or False (``torch.optim.Adam``) overrides this for all parameters. Works on ordinary
-    parameters and on shards. Parameters of half types have a float32 master and are the master rounded to nearest; ``"exp_avg"``
-    and ``"exp_avg_sq"`` are float32 too. The master begins in the first step as the parameter. With s = ``scale``, t = ``"step"``
-    from 1::
+    parameters and on shards. A parameter of a half type is the rounding (to nearest) of a float32 master, which starts in the first
+    step as a copy of the parameter; ``"exp_avg"`` and ``"exp_avg_sq"`` are float32 too. With s = ``scale``, t = ``"step"`` from 1::
 
         g <- g / s                          (g <- g / s + weight_decay * p, if the decay is not decoupled)
         m <- beta1 * m + (1 - beta1) * g
         v <- beta2 * v + (1 - beta2) * g**2
         p <- p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)    (- lr * weight_decay * p, if decoupled)
 
-    For float32 parameters the default is ``torch.optim.Adam`` in every bit. For the first ``hold_steps`` steps of a parameter the
-    moments move and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
+    For float32 parameters the default is ``torch.optim.Adam`` in every bit. In the first ``hold_steps`` steps of a parameter the
+    moments change and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
 
-    The master is the state ``"_param_fp32"``. A parameter that somebody wrote (``bmt.load``, an in-place operation) is read again
-    in the next step: where its value is not the rounded master any more, it is the new master. torch counts no writes through
-    ``.data`` of an ordinary parameter; write to the parameter itself, under ``torch.no_grad()``.
+    The master is the state ``"_param_fp32"``. If a parameter was written (``bmt.load``, an in-place operation), the next step
+    notices: elements that differ from the rounded master become the new master. torch counts no writes through ``.data`` of an
+    ordinary parameter; write to the parameter itself, under ``torch.no_grad()``.
 
-    ``compact_master`` True: of the master of a bfloat16 parameter only those 16 bits are kept that the parameter lacks, as the
-    state ``"_param_remainder"``: the same master, in 12 bytes per parameter at rest in place of 14. For the same gradients, masters
-    and moments are equal in every bit. Two things differ: a master exactly between two bfloat16 numbers is rounded away from zero,
-    not to the even neighbour, which 16 bits could not tell; and the master of a value that was written is within half of its last
-    bit: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. None: compact where the run has a kernel that does this in
-    one pass (``KernelProvider.has_compact_adam``), whole elsewhere, because plain torch takes several passes. States of both
-    kinds, and logical states, whose masters are whole, load with either setting.
+    ``compact_master`` True stores only the 16 bits of a bfloat16 parameter's master that the parameter lacks, as the state
+    ``"_param_remainder"``: the same master, in 12 bytes per parameter in place of 14. For the same gradients, masters and moments
+    are equal in every bit. Two things differ: a master exactly between two bfloat16 numbers is rounded away from zero, not to the
+    even neighbour; and after a write, the master is within half of the last bit of the written value: see [Note: compact master] in
+    :mod:`bmt_core.ops.remainder`. None means True if the run has a kernel that does this in one pass
+    (``KernelProvider.has_compact_adam``), else False, because plain torch takes several passes. States of both kinds, and logical
+    states, whose masters are whole, load with either setting.
 
-    ``overlap_forward`` (CUDA): parameters that bmt-zero gathers, inside of Blocks and outside, are updated on a stream of their
-    own while the next forward pass begins; each gather waits for the update of what it gathers. Checkpoints, state dicts, ``data``
-    and ``gather()`` wait too; code that reads such a parameter in another way before the next forward pass must call :meth:`wait`
+    ``overlap_forward`` (CUDA): parameters that bmt-zero gathers, inside of Blocks and outside, are updated on a stream of their own
+    while the next forward pass begins; each gather waits for the update of its parameters. Checkpoints, state dicts, ``data`` and
+    ``gather()`` wait too; code that reads such a parameter in another way before the next forward pass must call :meth:`wait`
     first.
 
     ``step`` understands the attributes ``found_inf`` and ``grad_scale`` with which ``torch.amp.GradScaler`` skips and unscales
@@ -74,7 +73,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
 
     name: ClassVar[str] = "adam"
     skips_on_device = True
-    _step_supports_amp_scaling = True  # what torch.amp.GradScaler asks for
+    _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
 
     _stream: UpdateStream
     _plan: UpdatePlan
@@ -121,7 +120,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         *,
         found_inf: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Take a step with the gradients divided by ``scale``; return what ``closure``, called with gradients on, returns.
+        """Take a step with the gradients divided by ``scale``; return the result of ``closure``, which is called with grad mode on.
 
         ``found_inf``, a tensor of one element on the device: where it is not 0, the device skips the step.
         """
@@ -130,7 +129,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self.read_outcome()
-        given = vars(self)  # what torch.amp.GradScaler sets
+        given = vars(self)  # torch.amp.GradScaler sets these attributes
         skip: torch.Tensor | None = given.get("found_inf") if found_inf is None else found_inf
         given_scale: torch.Tensor | None = given.get("grad_scale")
         self.wait()
@@ -142,7 +141,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return loss
 
     def wait(self) -> None:
-        """Let the computation wait for updates that overlap it (``overlap_forward``), before parameters are read by hand."""
+        """Make the computation wait for updates that overlap it (``overlap_forward``). Call it before you read parameters
+        yourself."""
         self._stream.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,7 +152,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         super().zero_grad(set_to_none)
 
     def read_outcome(self) -> None:
-        """Wait until the device has decided whether to skip the last step; a skipped step does not count in ``"step"``."""
+        """Wait for the device's decision whether to skip the last step; a skipped step does not count in ``"step"``."""
         outcome, self._outcome = self._outcome, None
         if outcome is not None and outcome[0].read():
             for state in outcome[1]:
@@ -171,12 +171,12 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
 
-        The states of BMTrain's Adam and torch's (without amsgrad) are such states too; options and masters that they lack
-        are those of this optimizer and of the parameters. A gathered state fits any number of ranks; rank 0 alone needs its
-        contents. Collective then.
+        States of BMTrain's Adam and torch's (without amsgrad) load too; options that they lack stay as they are, and masters that
+        they lack start as copies of the parameters. A gathered state fits any number of ranks; rank 0 alone needs its contents.
+        Collective then.
 
-        Raises :class:`CheckpointError`, and changes nothing, when the state is another optimizer's, or a shape differs because
-        it is that of another world size.
+        Raises :class:`CheckpointError`, and changes nothing, if the state is another optimizer's, or has another shape because it
+        was saved at another world size.
         """
         if "parameters" in state_dict:
             self.read_outcome()
@@ -191,11 +191,11 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         # parameters, and move them to the parameters' device.
         super().load_state_dict({**with_all_options(self, state_dict), "state": {}})
         for p, index in zip(params, indices, strict=True):
-            if index in saved:  # into nothing: what is loaded may be the states of other parameters
+            if index in saved:  # not into the present tensors, which may themselves be loaded for other parameters
                 self._load_copy(p, saved[index], {})
 
     def portable_state(self, p: torch.nn.Parameter) -> State:
-        """Return the state of ``p`` with its master whole: what is stored for any setting and any number of ranks."""
+        """Return the state of ``p`` with a whole master, as checkpoints store it for any setting and any number of ranks."""
         self.wait()
         state = dict(self.state.get(p, {}))
         if REMAINDER in state:
@@ -206,9 +206,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Take over a copy of what :meth:`portable_state` returned, or of a state with a remainder; empty: none.
-
-        It is copied into the tensors that are there, where they fit, so that no memory is taken for both.
+        """Replace the state of ``p`` by a copy of ``state``, which :meth:`portable_state` returned or which has a remainder. If it
+        is empty, remove the state. Tensors are copied into the present ones if these fit, so that no second set is allocated.
         """
         self._load_copy(p, state, self.state.get(p, {}))
 
@@ -216,7 +215,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         self._wait_despite_errors()
         self.state.pop(p, None)
         self._stepped.pop(p, None)
-        self._plan = UpdatePlan()  # it holds the state of before, of which parts may be of no more use
+        self._plan = UpdatePlan()  # the old plan keeps the old state alive
         if state:
             self.state[p] = copied_state(state, p, self._state_device(p), into)
 
@@ -239,21 +238,21 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
             group.setdefault("overlap_forward", False)
 
     def _reset(self) -> None:
-        """Forget what is under way, and all that is made anew from the parameters and their states."""
+        """Reset everything that is not part of the state: outcomes, streams, and caches made from parameters and their states."""
         self._outcome = None
         self._stepped = {}
         self._stream = UpdateStream()
         self._plan = UpdatePlan()
 
     def _wait_despite_errors(self) -> None:
-        """Let the computation wait for updates, failed ones too: their results will be replaced."""
+        """Make the computation wait for updates, even failed ones: their results will be replaced."""
         self._stream.wait()
 
     def _state_device(self, p: torch.nn.Parameter) -> torch.device:
         return p.device
 
     def _weight_for(self, remainder: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the bfloat16 values of ``p`` that ``remainder`` completes. ``p`` may have been made another dtype since."""
+        """Return the bfloat16 values of ``p`` that ``remainder`` completes. The dtype of ``p`` may have changed since."""
         return p.detach().to(remainder.device, torch.bfloat16)
 
     def _updates(self) -> list[OwnerUpdates]:
@@ -262,7 +261,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     def _state_of(self, p: torch.nn.Parameter) -> State:
         """Return the state of ``p`` for the step, a new one if need be, with its master in the form of this setting.
 
-        Only a step changes the form: until then, loaded values of the parameter may still come.
+        Only a step changes the form, because until then the parameter's values may still be loaded.
         """
         state: State = self.state[p]
         is_compact = self._is_compact(p)
@@ -284,7 +283,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return kernels_on(p.device).has_compact_adam if self.compact_master is None else self.compact_master
 
     def _read_written(self, params: list[torch.nn.Parameter]) -> None:
-        """Bring those whole masters up to date whose parameters were written since the last step, as versions tell."""
+        """Update the whole masters of parameters that were written since the last step, which their versions show."""
         known = [self._stepped.get(p) for p in params]
         found = _versions(params)
         if known == found:
@@ -307,7 +306,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         with self._stream.launch_on(of_owner.device) if overlaps else nullcontext():
             grads = [_launch(update, divisor, skip) for update in of_owner.updates]
             if owner is not None:
-                # A gather of this owner's waits for its own update only.
+                # A gather of this owner waits for this update only.
                 owner.note_update(reads=(grads, divisor, skip) if overlaps else None)
 
 

@@ -1,4 +1,4 @@
-"""The state that Adam keeps of a parameter: the number of its steps, two moments, and the float32 master of a half type."""
+"""Adam's state of a parameter: the number of its steps, two moments, and for half types a float32 master."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def new_state(p: torch.nn.Parameter, *, is_compact: bool) -> State:
 
 
 def new_master(p: torch.nn.Parameter, *, is_compact: bool) -> State:
-    """Return the entry of a master that is ``p``; none for a parameter that is its own master."""
+    """Return the state's entry for a master equal to ``p``; an empty state if the parameter is its own master."""
     if is_compact:
         return {REMAINDER: zeros(p, torch.int16)}
     dtype = torch.promote_types(p.dtype, torch.float32)
@@ -48,22 +48,22 @@ def new_master(p: torch.nn.Parameter, *, is_compact: bool) -> State:
 
 
 def zeros(p: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that lie in memory like ``p``."""
+    """Return zeros with the shape and strides of ``p``."""
     return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
 
 
 def master_or_remainder(state: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return whichever the state has; None for a parameter that is its own master."""
+    """Return the whole master or the remainder, whichever the state has; None for a parameter that is its own master."""
     found: torch.Tensor | None = state.get(REMAINDER, state.get(MASTER))
     return found
 
 
 @torch.no_grad()
 def followed_master(master: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Return ``master`` where ``p`` is its rounding, and the value of ``p`` elsewhere, where somebody wrote it.
+    """Return ``master`` where ``p`` is its rounding, and the value of ``p`` where it is not, because ``p`` was written there.
 
-    Both roundings of halves count: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. A ``p`` that was made wider than
-    a half type still has the rounding that it had before.
+    Both roundings of halves are accepted: see [Note: compact master] in :mod:`bmt_core.ops.remainder`. If ``p`` was converted from
+    a half type to a wider one, it still has the half type's rounding.
     """
     value = p.detach().to(master.device)
     is_half = value.dtype in (torch.float16, torch.bfloat16)
@@ -80,7 +80,7 @@ def copied_state(
 ) -> State:
     """Return a copy of a state of ``p`` with all tensors on ``device``, those of floating point in float32 or wider.
 
-    It is in the tensors of ``into`` that have such a shape, dtype and device, and in new ones for the others.
+    Tensors of ``into`` with the right shape, dtype and device are reused; the others are new.
     """
     wide = torch.promote_types(p.dtype, torch.float32)
     copied: State = {}

@@ -1,8 +1,8 @@
-"""``UpdatePlan``: which parameters one kernel call updates, and in which order the calls are made.
+"""``UpdatePlan``: the parameters of each kernel call, and the order of the calls.
 
-Parameters that lie in one flat shard (they have an *owner*, their Block's shard) are updated by consecutive calls, and owners
-follow each other in the order of their first parameters, whatever groups of the optimizer their parameters are in. So the update
-of the first Block is complete before that of the second begins, and the gather of a Block waits for no other's update.
+Parameters in one flat shard have an *owner*, such as their Block's group. An owner's parameters are updated by consecutive calls,
+and owners come in the order of their first parameters, whatever parameter groups these are in. So the update of the first Block is
+complete before that of the second begins, and the gather of a Block waits for no other's update.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Update:
         }
 
     def is_in_step(self) -> bool:
-        """Whether all parameters have taken the same number of steps still."""
+        """Whether all parameters still have the same number of steps."""
         return len({state["step"] for state in self.states}) == 1
 
 
 @dataclass
 class OwnerUpdates:
-    """The updates of one owner's parameters, on one device; or of those that have no owner."""
+    """The updates of one owner's parameters on one device, or of all parameters without an owner."""
 
     reference: OwnerReference | None
     updates: list[Update] = field(default_factory=list)
@@ -73,14 +73,16 @@ class OwnerUpdates:
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether the next forward pass may begin before they are done: all groups allow it, and the owner waits for them."""
+        """Whether the next forward pass may begin before the updates are done: all groups allow it, and there is an owner that
+        waits."""
         if self.reference is None or self.reference() is None:
             return False
         return False not in [update.group["overlap_forward"] for update in self.updates]
 
 
 class UpdatePlan:
-    """The updates of one optimizer, made anew when other parameters have gradients, or anything else than numbers changed."""
+    """The updates of one optimizer. They are made again if other parameters have gradients, or if anything but plain numbers
+    changed."""
 
     def __init__(self) -> None:
         self._key: list[tuple[Any, ...]] = []
@@ -95,7 +97,7 @@ class UpdatePlan:
     ) -> list[OwnerUpdates]:
         """Return the updates of all parameters in ``groups`` that have gradients.
 
-        ``states`` has the state of every parameter that ``state_of`` was called with before; they are compared by identity.
+        ``states`` has the states that ``state_of`` returned before; they are compared by identity.
         """
         key = [_key_of(group) for group in groups]
         if not self._is_made_for(key, states):
@@ -112,7 +114,7 @@ class UpdatePlan:
 
 
 def _key_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what decides how a group is cut into updates. No call per parameter: this runs in every step."""
+    """Return a key that determines how a group is cut into updates. No call per parameter: this runs in every step."""
     params = _with_gradients(group["params"])
     references = [getattr(p, "owner_reference", None) for p in params]
     kinds = [(p.dtype, p.device) for p in params]
@@ -145,7 +147,7 @@ def _make(key: list[tuple[Any, ...]], state_of: Callable[[torch.nn.Parameter], S
             state = state_of(p)
             state["step"] = int(state["step"])
             is_decoupled = master_or_remainder(state) is not None if decoupled is None else decoupled
-            owner = None if reference is None else reference()  # gone: nobody is to be told
+            owner = None if reference is None else reference()  # None: the owner is gone, or there is none
             kind = (id(owner), number, p.device, is_decoupled, state["step"])
             if kind not in updates:
                 updates[kind] = Update(group, p.device, is_decoupled)

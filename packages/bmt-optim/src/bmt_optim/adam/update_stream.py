@@ -12,17 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 PRIORITY = -1
-"""Before the computation, which would otherwise leave an update so little room that the gather behind it comes too late."""
+"""Higher than the computation's, which would otherwise delay an update so much that the gather after it is late."""
 
 
 class UpdateStream:
-    """The stream of one optimizer's updates, one on each CUDA device; on the CPU updates run where they are called."""
+    """The streams of one optimizer's updates, one on each CUDA device; on the CPU, updates run in the caller."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin(self, device: torch.device) -> None:
-        """Let the updates that follow wait for the computation so far."""
+        """Make the following updates wait for the computation so far."""
         if device.type != "cuda":
             return
         if device not in self._streams:
@@ -30,10 +30,10 @@ class UpdateStream:
         self._streams[device].wait_stream(torch.cuda.current_stream(device))
 
     def launch_on(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return a context in which kernels are launched on the stream; :meth:`begin` comes first."""
+        """Return a context in which kernels are launched on the stream. Call :meth:`begin` before."""
         return torch.cuda.stream(self._streams[device]) if device.type == "cuda" else nullcontext()
 
     def wait(self) -> None:
-        """Let the computation wait for all updates."""
+        """Make the computation wait for all updates."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)

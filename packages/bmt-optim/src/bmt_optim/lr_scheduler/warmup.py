@@ -1,4 +1,4 @@
-"""``WarmupLRScheduler``: the base of all schedules, a linear warm-up followed by what a subclass defines."""
+"""``WarmupLRScheduler``: the base of all schedules: a linear warm-up, then the decay that a subclass defines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class WarmupLRScheduler:
     ``start_lr`` s is the rate at the end of the warm-up, which lasts ``warmup_iter`` w steps (any number, also a fraction);
     ``end_iter`` E is where the decay ends; ``num_iter`` n is the number of steps done so far. The constructor sets the rate.
 
-    The first parameter group whose rate is not 0 gets the rate; every other keeps the ratio to it that it had when it was first
-    seen, so a group at 0 stays at 0. Where all groups are at 0, all get the rate. A rate that is a tensor stays that tensor.
-    A subclass defines :meth:`get_lr_decay`, and may redefine :meth:`get_lr_warmup`. It adds the names of its own attributes to
-    ``constants``, which are saved with the state.
+    The first parameter group whose rate is not 0 gets the rate; every other group keeps its first ratio to that group, so a group
+    at 0 stays at 0. If all groups are at 0, all get the rate. A rate that is a tensor stays that tensor. A subclass defines
+    :meth:`get_lr_decay`, and may redefine :meth:`get_lr_warmup`. It adds the names of its own attributes to ``constants``, which
+    are saved with the state.
     """
 
     constants: tuple[str, ...] = ("start_lr", "warmup_iter", "end_iter")
@@ -72,7 +72,7 @@ class WarmupLRScheduler:
                 group["lr"] = self._current_lr * ratio
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides on future rates."""
+        """Return everything that determines future rates."""
         constants = {name: getattr(self, name) for name in self.constants}
         return {**constants, "num_iter": self.num_iter, "first_lr": self._first_lr, "ratios": list(self._ratios)}
 

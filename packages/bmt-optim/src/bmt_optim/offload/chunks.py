@@ -1,4 +1,4 @@
-"""``ShardChunks``: the pieces in which one host shard is copied and stepped; made once, until the plan of updates changes."""
+"""``ShardChunks``: the chunks in which one host shard is copied and stepped; made again if the plan of updates changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 Piece = tuple[torch.nn.Parameter, int, int]
-"""A parameter, and the range of its elements that lies in some chunk."""
+"""A parameter, and the range of its elements in one chunk."""
 
 
 @dataclass
@@ -75,16 +75,16 @@ class ShardChunks:
         return self._copy_flat(flat, base, copies, done)
 
     def gradients_lie_in(self, flat: torch.Tensor) -> bool:
-        """Whether the gradients are those slices of ``flat`` that the parameters are of their storage."""
+        """Whether the gradients are slices of ``flat`` at the same places as the parameters in their storage."""
         grads = self._gradients()
         is_laid_out_alike = self._base_of(grads) == int(flat.storage_offset()) + self.shard.begin
         return is_laid_out_alike and grads[0].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
     def stepped_weights(self, held: Sequence[Update]) -> list[Pair]:
-        """Return what is copied to the device after the step: all but the parameters of ``held`` updates, which do not move."""
+        """Return (source, target) pairs to copy to the device after the step: all parameters but those of ``held`` updates."""
         shard, unmoved = self.shard, {p for update in held for p in update.params}
         moved = [p for p in self.params if p not in unmoved] if unmoved else self.params
-        # Targets have versions of their own: what is written late must not look like somebody's change of a parameter.
+        # Targets have version counters of their own: these late writes must not look like a user's change of a parameter.
         if not shard.is_contiguous:
             return [(shard.views[p]["weight"], alias(p, int(p.storage_offset()), p.shape, p.stride())) for p in moved]
         weight, target = shard.flat["weight"], alias(shard.params[0], shard.begin, (shard.length,), (1,))
@@ -99,7 +99,7 @@ class ShardChunks:
         return [p.grad for p in self.params if p.grad is not None]
 
     def _base_of(self, grads: Sequence[torch.Tensor]) -> int | None:
-        """Return where in their storage ``grads`` begin, if they lie there as the parameters lie in theirs; None otherwise."""
+        """Return the offset of ``grads`` in their storage if they are laid out there like the parameters in theirs; else None."""
         if not self.shard.is_contiguous or len({grad.untyped_storage().data_ptr() for grad in grads}) != 1:
             return None
         if [grad.stride() for grad in grads] != [p.stride() for p in self.params]:
@@ -122,14 +122,13 @@ class ShardChunks:
                 source = alias(grad, int(grad.storage_offset()) + first, (last - first,), (1,))
                 start = shard.starts[p]
                 pairs.append((source, shard.flat["gradient"][start + first : start + last]))
-            elif first == 0:  # laid out in another way: all at once, with its first piece
+            elif first == 0:  # laid out in another way: copied as a whole with its first piece
                 pairs.append((grad.detach(), shard.views[p]["gradient"]))
         return pairs
 
     def _ranges_of(self, params: Sequence[torch.nn.Parameter], *, exactly: bool = False) -> list[tuple[int, int]]:
-        """Return the ranges of memory that hold ``params`` and no other parameters of the shard.
-
-        ``exactly``: nor gaps between them, in which parameters of another optimizer, or of none, may lie.
+        """Return the ranges of memory that hold ``params`` and no other parameters of the shard. With ``exactly`` they hold no gaps
+        either, in which parameters of another optimizer, or of none, may lie.
         """
         ranges: list[tuple[int, int]] = []
         wanted = set(params)

@@ -18,14 +18,14 @@ class Copied(Mark, Protocol):
     """The end of some copies."""
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for it."""
 
 
 class Copies:
-    """Copies from the CPU to the CPU, which are done when the call returns; :class:`CudaCopies` overrides all of it."""
+    """Copies from the CPU to the CPU, which are done when a call returns; :class:`CudaCopies` overrides all methods."""
 
     def begin(self) -> None:
-        """Let the copies that follow, in both directions, wait for the computation so far."""
+        """Make the following copies, in both directions, wait for the computation so far."""
 
     def to_host(self, pairs: Pairs, after: Mark | None = None) -> Copied:
         """Copy to the host, after the earlier copies to it and, if given, after the mark ``after``."""
@@ -41,7 +41,7 @@ class Copies:
 
 
 class CudaCopies(Copies):
-    """On two streams of ``device``. The host waits for events that let its thread sleep, so that its cores are free to work."""
+    """Copies on two streams of ``device``. A host thread that waits for a copy sleeps and leaves its core free."""
 
     def __init__(self, device: torch.device) -> None:
         self._to_host = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -78,7 +78,7 @@ class _AlreadyCopied(Finished):
 
 
 class HostNumber:
-    """A copy on the host of a one-element tensor, as it is at this point of the device's current stream, for another thread."""
+    """A host copy of a one-element tensor, made at this point of the device's current stream, for another thread."""
 
     def __init__(self, number: torch.Tensor) -> None:
         number = number.detach().reshape(()).to(torch.float32)
@@ -92,7 +92,7 @@ class HostNumber:
             self._copy = number.clone()
 
     def read(self) -> torch.Tensor:
-        """Return the copy, after the device has got that far."""
+        """Wait until the device has made the copy, and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy

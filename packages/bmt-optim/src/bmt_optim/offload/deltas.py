@@ -1,4 +1,4 @@
-"""``Deltas``: mean and variance of what Adam moves half-precision parameters by, before the learning rate."""
+"""``Deltas``: mean and variance of Adam's updates of half-precision parameters, before the learning rate is applied."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Deltas:
         parameters: Sequence[torch.nn.Parameter],
         settings: Mapping[str, Any],
     ) -> None:
-        """Add what a step with ``settings`` (of ``adam_step``) did to ``parameters``, or to pieces of them.
-
-        ``before`` is what :func:`copied_masters` returned before the step, the moments are those after it.
+        """Add the deltas of a step with ``settings`` (of ``adam_step``) of ``parameters``, or of pieces of them. ``before`` is the
+        result of :func:`copied_masters` before the step; the moments are those after it.
         """
         for weight, mean, square, parameter in zip(before, exp_avgs, exp_avg_sqs, parameters, strict=True):
             if weight is not None:
@@ -49,7 +48,8 @@ class Deltas:
 
 
 def copied_masters(params: Tensors, masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return copies of the masters, whole ones also of remainders; None for parameters that have none and are not counted."""
+    """Return copies of the masters, made whole if they are remainders; None for parameters without a master, which are not
+    counted."""
     return [_copied(p, master) for p, master in zip(params, masters, strict=True)]
 
 

@@ -1,9 +1,9 @@
 """``GradientCopies``: copies of reduced gradients to host memory, started during backward and checked at the step.
 
-When the last reduction of a Block's gradients was queued, their copy to the host is queued behind it. At the step the copy is used
-if the gradients are still the memory that was copied, in the version that was copied. Clipping writes to them; but ``OptimManager``
-says by what it multiplies gradients (:meth:`GradientCopies.scaling`), and the host multiplies its copy. After any other change
-the gradients are copied again, and from then on those of this shard are copied at the step only.
+Once the last reduction of a Block's gradients is queued, their copy to the host is queued behind it. The step uses the copy if the
+gradients still have the memory and the version that was copied. Clipping writes to the gradients, but ``OptimManager`` passes its
+factor to :meth:`GradientCopies.scaling`, and the host multiplies its copy. After any other change the gradients are copied again,
+and from then on this shard's gradients are copied at the step only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bmt_optim.offload.copies import Copied, Copies, HostNumber
 
 @dataclass
 class GradientCopy:
-    """A copy of the gradients of one shard: the end of each chunk's copy, and what the host is to multiply it by."""
+    """A copy of the gradients of one shard: the end of each chunk's copy, and the factor by which the host must multiply it."""
 
     chunks: ShardChunks
     copied: list[Copied]
@@ -52,7 +52,7 @@ class GradientCopies:
         self._only_at_step: set[ShardChunks] = set()
 
     def start(self, chunks: ShardChunks, flat: torch.Tensor, done: Mark, copies: Copies) -> None:
-        """Start copying gradients that are, after ``done``, in ``flat``, laid out like the parameters' storage."""
+        """Start copying the gradients that are in ``flat`` after ``done``, laid out like the parameters' storage."""
         shard = chunks.shard
         if chunks in self._only_at_step or flat.dtype != shard.dtype or flat.numel() < shard.begin + shard.length:
             return
@@ -78,7 +78,7 @@ class GradientCopies:
         touched = [e for e in self._early.values() if e.is_current() and not scaled.isdisjoint(e.chunks.params)]
         for early in touched:
             if factor is not None and early.copied:
-                early.copied[-1].wait()  # what is being copied must not change
+                early.copied[-1].wait()  # a gradient must not change while it is copied
         yield
         for early in touched:
             if scaled.issuperset(early.chunks.params):

@@ -1,8 +1,9 @@
-"""``HostMemory``: page-locked host memory, which the device can copy from and to while the host does something else.
+"""``HostMemory``: page-locked host memory, from and to which the device copies asynchronously.
 
-It is locked by ``cudaHostRegister``, to the byte: torch's own allocator of such memory takes the next power of two, which for the
-states of a large model is up to twice the memory. The worker's threads, which will step it, clear it first, chunk by chunk: on
-machines with several memory controllers that decides where it lies. It asks for large pages, across which processors read ahead.
+``cudaHostRegister`` locks exactly the bytes needed: torch's own allocator of such memory takes the next power of two, up to twice
+the states of a large model. The worker's threads, which will update the memory, clear it first, chunk by chunk: on machines with
+several memory controllers the first write decides where memory lies. Large pages are requested, because processors read ahead only
+within a page.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ import torch
 from bmt_optim.offload import worker
 
 CHUNK = 1 << 24
-"""Elements that are copied and stepped at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy is exposed."""
+"""Elements that are copied and updated at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy does not overlap."""
 LARGE_PAGE = 1 << 21
 SMALL = 1 << 20
-"""Bytes below which torch's allocator serves: what it adds is little, and pages are many."""
+"""Smaller memory, in bytes, comes from torch's allocator, which wastes little then; whole pages would waste more."""
 
 
 class HostMemory:
-    """Zeros: one flat tensor for each of ``pieces`` (numbers of elements and dtypes), page-locked for a CUDA ``device``.
-
-    Each has a storage of its own, which ``torch.save`` stores whole.
+    """Flat tensors of zeros, one for each of ``pieces`` (number of elements, dtype), page-locked for a CUDA ``device``. Each has a
+    storage of its own, because ``torch.save`` stores whole storages.
     """
 
     def __init__(self, pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
@@ -45,7 +45,7 @@ class HostMemory:
 
 
 def _map(size: int) -> torch.Tensor:
-    """Return ``size`` bytes in pages that are shared with nobody, large ones where the system has them."""
+    """Return ``size`` bytes in pages of their own, large ones where the system has them."""
     pages = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system that is built without them

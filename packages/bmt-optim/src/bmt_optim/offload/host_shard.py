@@ -1,11 +1,11 @@
-"""``HostShard``: what the host keeps of parameters that lie together on the device.
+"""``HostShard``: the host's tensors for parameters that lie in one storage on the device.
 
-Flat tensors, laid out like the parameters: gradients as they arrive, the weights (what is copied back), both moments, and for half
-types the float32 master or its remainder. That is 16 bytes per bfloat16 parameter, 14 with remainders; the device keeps parameters
-and gradients only.
+Flat tensors, laid out like the parameters: gradients, weights (which are copied back), both moments, and for half types the float32
+master or its remainder. That is 16 bytes per bfloat16 parameter, 14 with remainders; the device keeps parameters and gradients
+only.
 
-[Note: which weights count] The host steps its own copy of the weights. A write to the parameter counts, as it does for
-``AdamOptimizer``: the parameter's version tells that it was written, the host's copy is read again, and its master follows.
+[Note: which weights count] The host updates its own copy of the weights. As with ``AdamOptimizer``, a write to the parameter is
+kept: if the parameter's version has changed, the host reads the parameter again and adjusts its master.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class HostShard:
             for p, start in self.starts.items()
         }
         self._addresses = self._current_addresses()
-        self._versions: dict[torch.nn.Parameter, int] = {}  # those whose values the host has
+        self._versions: dict[torch.nn.Parameter, int] = {}  # of the values that the host has
 
     def has_moved(self) -> bool:
         """Whether a parameter has other memory on the device than when the shard was made."""
         return self._addresses != self._current_addresses()
 
     def refresh(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Read those of ``params`` that somebody wrote from the device: see [Note: which weights count]."""
+        """Read from the device those of ``params`` that were written: see [Note: which weights count]."""
         known = [self._versions.get(p) for p in params]
         found = [p._version for p in params]
         if known != found:
@@ -62,15 +62,15 @@ class HostShard:
             self.note_versions(params)
 
     def note_versions(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Note that the host's weights are those of ``params`` in their present versions, or will be when an update is done."""
+        """Note that the host's weights equal ``params`` in their present versions, or will when the current update is done."""
         self._versions.update(zip(params, [p._version for p in params], strict=True))
 
     def forget_version(self, p: torch.nn.Parameter) -> None:
-        """Let the next step read ``p`` again, because its master was replaced."""
+        """Make the next step read ``p`` again, because its master was replaced."""
         self._versions.pop(p, None)
 
     def adopt(self, p: torch.nn.Parameter, state: State) -> None:
-        """Move ``state`` of ``p``, new or loaded or of an earlier shard, into this memory; make its tensors views of it."""
+        """Copy ``state`` of ``p`` (new, loaded, or of an earlier shard) into this memory, and make its tensors views of it."""
         views = self.views[p]
         if all(state.get(key) is views[key] for key in self._state_dtypes):
             return
@@ -93,7 +93,7 @@ class HostShard:
         if MASTER in state:
             master = followed_master(state[MASTER].to("cpu"), weight)
         elif REMAINDER in state:
-            # The parameter may have been made another dtype since.
+            # The parameter's dtype may have changed since.
             master = read_master(weight.to(torch.bfloat16), state[REMAINDER].to("cpu"))
         if MASTER in views:
             views[MASTER].copy_(weight if master is None else master)
@@ -101,7 +101,7 @@ class HostShard:
             views[REMAINDER].zero_()
             if master is not None:
                 write_master(master, weight, views[REMAINDER])
-        elif master is not None:  # the parameter was made float32
+        elif master is not None:  # the parameter has become float32
             weight.copy_(master)
 
     def _follow_weight(self, views: dict[str, torch.Tensor]) -> None:

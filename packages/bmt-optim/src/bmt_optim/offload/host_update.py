@@ -1,9 +1,9 @@
-"""``HostUpdate``: one step of some parameters on the host, in the worker's thread.
+"""``HostUpdate``: one step of an owner's parameters on the host, in the worker's thread.
 
-[Note: all or nothing] A shard goes back to the device when all of its chunks are stepped, never in part. When a step fails in the
-worker, parameters stepped before have new values on the device; those that failed, and all after them, keep their old ones. On
-the host the shard that failed may be new in part, so the optimizer refuses to go on until a state is loaded. Whoever waits for an
-update gets the error: the next gather of the block, the next step, a checkpoint.
+[Note: all or nothing] A shard is copied back to the device when all of its chunks are updated, never in part. When a step fails in
+the worker, parameters updated before have new values on the device; those that failed, and all after them, keep their old values.
+On the host the shard that failed may be updated in part, so the optimizer refuses to go on until a state is loaded. The error is
+raised by the next call that waits for the update: a gather of the block, a step, a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bmt_optim.offload.gradient_copies import GradientCopy
 
 
 class HostUpdate:
-    """The update of one owner's parameters, and the mark for those who read them on the device.
+    """The update of one owner's parameters, and the mark that readers on the device wait for.
 
     ``settings`` are the options of ``adam_step`` by the id of the ``Update``; ``weights`` are copied to the device afterwards.
     """
@@ -40,13 +40,13 @@ class HostUpdate:
         self._settings = settings
         self._weights = weights
         self._copies = copies
-        self.is_over = threading.Event()  # set when the host is done with it, in whatever way
+        self.is_over = threading.Event()  # set when the host is done, also after a failure or a skipped step
         self._error: BaseException | None = None
         self._failed: list[torch.nn.Parameter] = []
         self._returned: Copied | None = None
 
     def wait(self) -> None:
-        """Wait for the host to be done, and let the current stream wait for the copy to the device. Raise what failed there."""
+        """Wait for the host, and make the current stream wait for the copy to the device. Raise the host's error, if any."""
         self.is_over.wait()
         if self._error is not None:
             where = f" on rank {rank()}" if is_initialized() else ""
@@ -57,13 +57,13 @@ class HostUpdate:
         self.wait_despite_error()
 
     def wait_despite_error(self) -> None:
-        """:meth:`wait`, but raise nothing."""
+        """Like :meth:`wait`, but raise nothing."""
         self.is_over.wait()
         if self._returned is not None:
             self._returned.wait()
 
     def note_loaded(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Learn that the states of ``parameters`` were loaded. With the last one that had failed, the error is forgotten."""
+        """Note that the states of ``parameters`` were loaded. When all that failed are loaded, the error is forgotten."""
         self.is_over.wait()
         loaded = set(parameters)
         self._failed = [p for p in self._failed if p not in loaded]
@@ -71,7 +71,7 @@ class HostUpdate:
             self._error = None
 
     def run(self, scale: float | torch.Tensor, kernels: Kernels, deltas: Deltas | None) -> None:
-        """Step chunk after chunk as its gradients arrive, and copy the weights to the device. In the worker's thread."""
+        """Update chunk after chunk as its gradients arrive, then copy the weights to the device. Runs in the worker's thread."""
         with named_in_trace("host step"):
             for gradient in self._gradients:
                 clip = None if gradient.factor is None else gradient.factor.read()
@@ -83,7 +83,7 @@ class HostUpdate:
         self._returned = self._copies.to_device(self._weights)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let those go on who wait for this update, which is done, or failed with ``error``, or was skipped."""
+        """Mark the update as over: done, failed with ``error``, or skipped. Waiting threads go on."""
         self._error = error
         if error is not None:
             self._failed = [p for gradient in self._gradients for p in gradient.chunks.params]
@@ -108,7 +108,7 @@ def run_all(
         try:
             if error is None and not (skip is not None and bool(skip.read())):
                 update.run(scale.read() if isinstance(scale, HostNumber) else scale, kernels, deltas)
-        except BaseException as failure:  # a thread has nobody to raise to: the error goes to those who wait
+        except BaseException as failure:  # nobody catches errors of a thread: those who wait raise it
             error = failure
         finally:
             update.end(error)

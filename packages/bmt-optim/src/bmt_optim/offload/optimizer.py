@@ -1,4 +1,4 @@
-"""``AdamOffloadOptimizer``: Adam whose states are in host memory, where a thread steps them while the device works."""
+"""``AdamOffloadOptimizer``: Adam with its states in host memory, updated there by a thread while the device works."""
 
 from __future__ import annotations
 
@@ -29,27 +29,26 @@ CPU = torch.device("cpu")
 
 
 class AdamOffloadOptimizer(AdamOptimizer):
-    """:class:`AdamOptimizer`, arguments and numbers, with masters and moments in page-locked host memory (CUDA).
+    """:class:`AdamOptimizer`, with the same arguments and results, with masters and moments in page-locked host memory (CUDA).
 
     The device keeps parameters and gradients only. Gradients that bmt-zero reduces, inside of Blocks and outside, are copied to the
-    host during the backward pass, when they are reduced, and all others at the step, in chunks. A thread of the host steps one
-    chunk while the next is copied: with the compiled kernels of ``bmt-kernels`` if they are installed, on this rank's share of the
-    cores, or on ``BMT_OFFLOAD_THREADS`` threads. Parameters that are gathered together, such as those of a Block, are copied back
-    when all of them are stepped. With ``overlap_forward``, :meth:`step` does not wait for that: the next forward pass begins while
-    later ones are stepped, each gather waits for the update of what it gathers, and what :class:`AdamOptimizer` says about reading
-    parameters by hand holds.
+    host during the backward pass, when they are reduced; all others are copied at the step, in chunks. A thread of the host updates
+    one chunk while the next is copied: with the compiled kernels of ``bmt-kernels`` if they are installed, on this rank's share of
+    the cores, or on ``BMT_OFFLOAD_THREADS`` threads. Parameters that are gathered together, such as those of a Block, are copied
+    back when all of them are updated. With ``overlap_forward``, :meth:`step` does not wait for that: the next forward pass begins
+    while later parameters are updated, and each gather waits for the update of its parameters. Before you read parameters yourself,
+    call :meth:`wait`, as for :class:`AdamOptimizer`.
 
     Between backward and step, change gradients by operations on ``p.grad``, or by assigning it: torch counts these changes. It does
     not count writes to ``p.grad.data``, by NumPy, or by collectives of ``torch.distributed``; such writes are lost where gradients
     were copied during the backward pass.
 
-    On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies.
-
-    An error of the host's thread is raised by the next call that needs its result, on this rank; no shard is in part new then: see
-    [Note: all or nothing] in :mod:`bmt_optim.offload.host_update`. Either optimizer loads the other's states.
+    On the CPU it is :class:`AdamOptimizer`, in every bit, without threads or copies. An error of the host's thread is raised by the
+    next call that needs its result, on this rank; on the device no shard is updated in part: see [Note: all or nothing] in
+    :mod:`bmt_optim.offload.host_update`. Either optimizer loads the other's states.
 
     ``record_delta``: compute in every step mean and variance of (m / b1) / (sqrt(v / b2) + eps) + weight_decay * p over all
-    parameters of half types, with b = 1 - beta**t: see :meth:`get_avg_delta`. It costs the host about another pass.
+    parameters of half types, with b = 1 - beta**t: see :meth:`get_avg_delta`. This costs the host about one more pass.
 
     >>> parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     >>> parameter.grad = torch.tensor([1.0, -1.0], dtype=torch.bfloat16)
@@ -65,7 +64,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     _shards: dict[torch.nn.Parameter, HostShard]
     _offloaded: list[tuple[OwnerUpdates, list[ShardChunks]]]
-    """The updates that the host makes, in their order, each with the chunks of its shards."""
+    """The updates on the host, in order, each with the chunks of its shards."""
     _offloaded_plan: object
     _gradient_copies: GradientCopies
     _under_way: list[HostUpdate]
@@ -109,7 +108,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         return self._delta()[1]
 
     def wait(self) -> None:
-        """See :meth:`AdamOptimizer.wait`; waits for the host's thread too, and raises what went wrong there."""
+        """See :meth:`AdamOptimizer.wait`; waits for the host's thread too, and raises its error."""
         super().wait()
         for update in self._under_way:
             update.wait()
@@ -118,21 +117,21 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def scaling_gradients(
         self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None
     ) -> AbstractContextManager[object]:
-        """See :meth:`ManagedOptimizer.scaling_gradients`: copies that were started before can be used nevertheless."""
+        """See :meth:`ManagedOptimizer.scaling_gradients`: copies that were started before stay usable."""
         return self._gradient_copies.scaling(parameters, factor)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_state_dict`. A failed step is forgotten then: load the parameters too."""
-        # Loading resets this optimizer, but the owners of its parameters have the updates still.
+        """See :meth:`AdamOptimizer.load_state_dict`. This clears the error of a failed step: load the parameters too."""
+        # Loading resets this optimizer, but the owners of its parameters still have the updates.
         under_way = self._under_way
         super().load_state_dict(state_dict)
         for update in under_way:
             update.note_loaded(p for group in self.param_groups for p in group["params"])
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_portable_state`; what is offloaded stays on the host, and moves there in the next step.
-
-        A failed step is forgotten when the states of all that it should have stepped were loaded: load the parameters too.
+        """See :meth:`AdamOptimizer.load_portable_state`; an offloaded state stays on the host, and moves into its shard's memory in
+        the next step. The error of a failed step is cleared when the states of all its parameters were loaded: load the parameters
+        too.
         """
         super().load_portable_state(p, state)
         if p in self._shards:
@@ -191,7 +190,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _shard_of(self, p: torch.nn.Parameter) -> HostShard:
         if p not in self._shards:
-            # A parameter that is in a shard has its state there.
+            # Parameters that already have a shard keep it, because their states are there.
             others = [q for group in self.param_groups for q in group["params"] if q not in self._shards]
             shard = HostShard(lying_together(p, others), is_compact=self._is_compact(p))
             self._shards.update(dict.fromkeys(shard.params, shard))
@@ -199,7 +198,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
 
     def _updates(self) -> list[OwnerUpdates]:
         moved = [shard for shard in dict.fromkeys(self._shards.values()) if shard.has_moved()]
-        if moved:  # their states go on as plain tensors
+        if moved:  # their states become plain tensors
             self._shards = {p: shard for p, shard in self._shards.items() if shard not in moved}
             self._plan = UpdatePlan()
         return super()._updates()
@@ -220,13 +219,13 @@ class AdamOffloadOptimizer(AdamOptimizer):
     def _divide_into_chunks(self, plan: Sequence[OwnerUpdates]) -> None:
         self._offloaded = []
         for of_owner in plan:
-            # What has no owner lies alone: each update by itself.
+            # Parameters without an owner: each update by itself.
             parts = [of_owner] if of_owner.owner is not None else [OwnerUpdates(None, [u]) for u in of_owner.updates]
             for part in parts:
                 shards = dict.fromkeys(self._shard_of(p) for update in part.updates for p in update.params)
                 chunks = [ShardChunks(shard, part.updates, self.chunk) for shard in shards]
                 self._offloaded.append((part, chunks))
-        # Those that step() waits for come first; the others in the order in which the forward pass needs them.
+        # First the updates that step() waits for, then the others in the order of the forward pass.
         self._offloaded.sort(key=lambda entry: entry[0].overlaps_forward)
         self._gradient_copies = GradientCopies()
         for part, chunks in self._offloaded:
@@ -244,7 +243,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         kernels, deltas = self._kernels(), self._deltas
         try:
             worker.submit(lambda: run_all(updates, flag, scale, kernels, deltas))
-        except BaseException as error:  # nobody else will say that they are over
+        except BaseException as error:  # the worker will not mark them as over
             for update in updates:
                 update.end(error)
             raise
@@ -259,7 +258,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         settings = {id(update): update.settings(update.count_step()) for update in part.updates}
         held = [update for update in part.updates if settings[id(update)]["hold"]]
         for update in part.updates:
-            if update not in held:  # what is written later has no version counter of its own
+            if update not in held:  # the later write on the device does not count as a version
                 torch.autograd.graph.increment_version(update.params)
         for c in chunks:
             c.shard.note_versions(c.params)
@@ -303,14 +302,14 @@ class AdamOffloadOptimizer(AdamOptimizer):
 def _copy_when_reduced(
     optimizer: weakref.ref[AdamOffloadOptimizer], chunks: weakref.ref[ShardChunks]
 ) -> ReductionWatcher:
-    """Return a watcher that starts copying the gradients of ``chunks``, as long as both are there."""
+    """Return a watcher that starts copying the gradients of ``chunks``, as long as both objects live."""
 
     def watcher(flat: torch.Tensor, done: Mark) -> None:
         found, its_chunks = optimizer(), chunks()
         if found is None or its_chunks is None:
             return
         for update in found._under_way:
-            update.is_over.wait()  # the host may read the gradients of the last step still
+            update.is_over.wait()  # the host may still read the gradients of the last step
         copies = found._copies_for(its_chunks.shard.device)
         found._gradient_copies.start(its_chunks, flat, done, copies)
 

@@ -1,8 +1,8 @@
-"""The thread that steps parameters on the host: one for the process, started once, with threads of its own for the kernels.
+"""The thread that updates parameters on the host: one per process, started once, with threads of its own for the kernels.
 
-[Note: threads of a rank] A rank works on the cores that it may run on. If the launcher bound it to some, these are its own. If it
-may run wherever its launcher may, it shares those cores with the other ranks of the node, and takes an equal part. One core of
-four or more is left to the thread that launches work on the device.
+[Note: threads of a rank] A rank works on the cores that it may run on. If the launcher has bound it to some cores, these are its
+own. If it may run on all cores of its launcher, it shares them with the other ranks of the node, and takes an equal part. Of four
+or more cores, one is left to the thread that launches work on the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _executors: list[ThreadPoolExecutor] = []
 
 
 def submit(work: Callable[[], Result]) -> Future[Result]:
-    """Have the thread call ``work`` after what was submitted before; the end of the program waits for it."""
+    """Call ``work`` on the thread, after all that was submitted before. The program waits for it before it exits."""
     with _lock:
         if not _executors:
             _executors.append(_start())
@@ -43,7 +43,8 @@ def number_of_threads() -> int:
 
 
 def threads_of(own: int, of_launcher: int, ranks: int) -> int:
-    """Return the number of threads of a rank that may use ``own`` cores; its launcher, of ``ranks`` ranks, may use ``of_launcher``.
+    """Return the number of threads for one of ``ranks`` ranks, which may use ``own`` cores; its launcher may use ``of_launcher``
+    cores.
 
     See [Note: threads of a rank].
 
@@ -56,7 +57,7 @@ def threads_of(own: int, of_launcher: int, ranks: int) -> int:
 
 def _start() -> ThreadPoolExecutor:
     before = torch.get_num_threads()
-    # It sets the number for the calling thread and for those that begin later: the latter is taken back.
+    # set_num_threads() sets the number for the calling thread and for later threads; the latter is undone below.
     executor = ThreadPoolExecutor(1, "bmt-offload", torch.set_num_threads, (number_of_threads(),))
     executor.submit(torch.get_num_threads).result()
     torch.set_num_threads(before)
@@ -64,12 +65,12 @@ def _start() -> ThreadPoolExecutor:
 
 
 def _cores(process: int) -> int:
-    """Return how many cores ``process`` may run on; 0 if it is not known. Process 0 is this one, of which it is always known."""
+    """Return how many cores ``process`` may run on; 0 if that is not known. Process 0 is this one, for which it is always known."""
     try:
         return len(os.sched_getaffinity(process))
-    except (AttributeError, OSError):  # no Linux, or a launcher that we cannot see
+    except (AttributeError, OSError):  # not Linux, or a launcher that this process cannot see
         return 0 if process else os.cpu_count() or 1
 
 
-# A child has the executor and not its thread.
+# A forked child has the executor but not its thread.
 os.register_at_fork(after_in_child=_executors.clear)

@@ -1,4 +1,4 @@
-"""The options of parameter groups (learning rates, weight decay, ...), which belong to the names of the groups' parameters."""
+"""The options of parameter groups (learning rates, weight decay, ...); a saved group is identified by its parameters' names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def named_groups(optimizers: Sequence[ManagedOptimizer], names: Mapping[torch.nn
     own = [[[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
     reports: list[list[list[list[str]]]] = all_gather_object(own, world())
     counts = [[len(groups) for groups in report] for report in reports]
-    if counts != counts[:1] * len(counts):  # which every rank sees
+    if counts != counts[:1] * len(counts):  # the same on every rank
         raise CheckpointError(f"Ranks have other numbers of parameter groups per optimizer: {counts}. Make them alike.")
     return [
         [
@@ -37,9 +37,9 @@ def named_groups(optimizers: Sequence[ManagedOptimizer], names: Mapping[torch.nn
 
 
 def matching_groups(saved: Groups, here: Groups) -> Groups:
-    """Return ``saved`` in the order of ``here``: groups of the same parameters belong together, wherever they stand.
+    """Return ``saved`` in the order of ``here``: groups match if they have the same parameters, in whatever order.
 
-    Raises :class:`CheckpointError` if some group of an optimizer has other parameters than every group that was saved.
+    Raises :class:`CheckpointError` if no saved group has the parameters of a group here.
     """
     if len(saved) != len(here):
         raise CheckpointError(f"The state is of {len(saved)} optimizers, and here there are {len(here)}.")
@@ -56,7 +56,7 @@ def check_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> No
 
 
 def load_options(optimizers: Sequence[ManagedOptimizer], matched: Groups) -> None:
-    """Give every group the options of its match; what a state lacks stays as it is."""
+    """Give every group the options of its match; options that the state lacks stay as they are."""
     for optimizer, groups in zip(optimizers, matched, strict=True):
         for target, saved in zip(optimizer.param_groups, groups, strict=True):
             target.update({key: _copied(value, target.get(key)) for key, value in _options(saved).items()})
@@ -91,7 +91,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(value: Any, replaced: Any) -> Any:
-    """Return a copy of a tensor, such as a learning rate, which schedules change in place; on the device of what it replaces."""
+    """Return a copy of a tensor, such as a learning rate, which schedules change in place, on the device of ``replaced``."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().to(replaced.device if isinstance(replaced, torch.Tensor) else "cpu", copy=True)

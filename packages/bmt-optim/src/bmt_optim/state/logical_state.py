@@ -2,8 +2,8 @@
 
 The state of a parameter is ``{key: value}``. A tensor that is laid out like the parameter's shard is stored whole, in the
 parameter's full shape (``(1,)`` for a parameter without dimensions, so that it differs from a replicated number). Every other
-value must be the same on all ranks that have the parameter, and a number if the parameter is sharded: what an optimizer computes
-from a whole shard (a maximum, scales of blocks) means nothing at another number of ranks, and is refused.
+value must be the same on all ranks that have the parameter, and a number if the parameter is sharded: a value that an optimizer
+computes from a whole shard (a maximum, scales of blocks) would be wrong at another number of ranks, and is refused.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ State = dict[str, dict[str, Any]]
 def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
     """Return ``{"parameters": ..., "shapes": ..., "groups": ...}``. Collective.
 
-    These are the state of each parameter by name, with a :class:`TensorPart` for every tensor that is not a number; the shapes
-    of the whole parameters by name; and the options of the groups. All but the parts is the same on every rank.
+    These are each parameter's state by name, with a :class:`TensorPart` for every tensor that is not a number; the shapes of the
+    whole parameters by name; and the groups' options. All but the parts is the same on every rank.
     """
     named_parameters = _kept(named_parameters)
     groups = _named_groups(optimizers, named_parameters)
@@ -80,7 +80,7 @@ def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | Non
 
 
 def gathered_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
-    """Return :func:`logical_state` with whole tensors in place of the parts, on rank 0 and nowhere else. Collective."""
+    """Return :func:`logical_state` with whole tensors in place of the parts; on other ranks than 0 without them. Collective."""
     logical = logical_state(optimizers, named_parameters)
     return {**logical, "parameters": whole_tensors(logical["parameters"])}
 
@@ -106,7 +106,7 @@ def _in_parts(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, _
 def _part(name: str, key: str, info: _ValueInfo, agreed: _StateInfo, parameter: _ManagedParameter | None) -> Any:
     if not info.is_large:
         return info.small
-    if parameter is None:  # of another stage
+    if parameter is None:  # a parameter of another stage
         return TensorName(f"{name}/{key}")
     p, shape, dtype = parameter.p, agreed.shape if info.is_sharded else info.shape, info.dtype
     assert shape is not None and dtype is not None
@@ -124,14 +124,13 @@ def scatter(
     named_parameters: Named | None,
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective.
-
-    Only what cannot be known before, such as an error of the disk, raises after the first state was replaced.
+    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective. After the first
+    state was replaced, only errors that cannot be detected before, such as those of the disk, are raised.
     """
     group = world()
     parameters, infos, is_on_all_ranks = _compare(optimizers, named_parameters, state)
     failure: Exception | None = None
-    for name in infos:  # also of parameters that only others have: all ranks broadcast in one order
+    for name in infos:  # also parameters that only other ranks have: all ranks broadcast in one order
         parameter = parameters.get(name)
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
@@ -139,7 +138,7 @@ def scatter(
             if info.is_large and failure is None and (is_on_all_ranks or group.rank == 0):
                 try:
                     value = _read(state.get(name, {}).get(key))
-                except Exception as error:  # the others go on, to the end, where all raise
+                except Exception as error:  # all ranks go on to the end, and raise there
                     failure = error
             if info.is_large and not is_on_all_ranks:
                 value = _broadcast(value, info.shape, info.dtype, group, 0)
@@ -156,13 +155,14 @@ def scatter(
 def _compare(
     optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None, state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, _ManagedParameter], dict[str, dict[str, _ValueInfo]], bool]:
-    """Return the parameters, what ``state`` has about each, and whether every rank was given it; raise if they do not fit."""
+    """Return the parameters, the values of each in ``state``, and whether every rank was given ``state``; raise if they do not
+    fit."""
     group = world()
     with collective_section(group, "loading the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
     given = all_gather_object(bool(state) or not parameters, group)
     is_on_all_ranks = all(given)
-    if not given[0]:  # which every rank sees
+    if not given[0]:  # the same on every rank
         raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
     with collective_section(group, "loading the optimizer state"):
         infos = _described(state)
@@ -184,7 +184,7 @@ def _described(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _V
 def _matched_groups(
     optimizers: Sequence[ManagedOptimizer], state: Mapping[str, Any], named_parameters: Named | None
 ) -> Groups:
-    """Return the saved groups that belong to those here; raise on every rank if there are none, or their options do not fit."""
+    """Return the saved groups that match those here; raise on every rank if a group has no match, or its options do not fit."""
     groups = _named_groups(optimizers, named_parameters)
     with collective_section(world(), "loading the optimizer state"):
         matched = matching_groups(state["groups"], groups)
@@ -195,7 +195,7 @@ def _matched_groups(
 
 @dataclass(frozen=True)
 class _ManagedParameter:
-    """A parameter, its optimizer, and the optimizer's group that it is in."""
+    """A parameter, its optimizer, and its parameter group."""
 
     p: torch.nn.Parameter
     optimizer: ManagedOptimizer
@@ -213,12 +213,12 @@ class _ManagedParameter:
         return shape or torch.Size((1,))
 
     def is_sharded(self, value: Any) -> bool:
-        """Whether ``value`` is laid out like the parameter's shard, as far as this rank can see."""
+        """Whether ``value`` is laid out like the parameter's shard, judged by its shape on this rank."""
         p = self.p
         return isinstance(p, DistributedParameter) and isinstance(value, torch.Tensor) and value.shape == p.shape
 
     def part(self, full: torch.Tensor) -> torch.Tensor:
-        """Return a copy of this rank's part of a whole tensor, where the parameter is."""
+        """Return a copy of this rank's part of a whole tensor, on the parameter's device."""
         p = self.p
         if isinstance(p, DistributedParameter):
             full = p.local_part(p.own_slice(full.reshape(p.whole_shape)))
@@ -255,7 +255,7 @@ def _managed_parameters(
 
 
 def _kept(named_parameters: Named | None) -> Named | None:
-    """Return what can be gone through more than once, as ``model.named_parameters()`` cannot."""
+    """Return a dict, which can be iterated more than once, unlike ``model.named_parameters()``."""
     return None if named_parameters is None else dict(named_parameters)
 
 
@@ -267,7 +267,7 @@ def _named_groups(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
 
 @dataclass(frozen=True)
 class _ValueInfo:
-    """What a rank tells the others about one value of a parameter's state: a small one travels along."""
+    """A rank's report about one value of a parameter's state, with the value itself if it is small."""
 
     shape: torch.Size | None
     dtype: torch.dtype | None
@@ -283,11 +283,11 @@ class _ValueInfo:
 
     @property
     def is_large(self) -> bool:
-        """Whether the value is a tensor that does not travel along, or one of many parts."""
+        """Whether the value is a tensor that is not in ``small``, or is sharded."""
         return self.shape is not None and (self.is_sharded or self.small is None)
 
     def is_same_number(self, other: _ValueInfo) -> bool:
-        """Whether both are the same number, tensor or not; NaN is NaN."""
+        """Whether both are the same number, tensor or not; NaN equals NaN."""
         a, b = self.small, other.small
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             return type(a) is type(b) and bool(a == b)
@@ -296,21 +296,20 @@ class _ValueInfo:
 
 @dataclass(frozen=True)
 class _StateInfo:
-    """What a rank tells the others about one parameter: its whole shape, the axes along which it is its own, its state."""
+    """A rank's report about one parameter: its whole shape, the axes along which it is the rank's own, its state."""
 
     shape: torch.Size
     own_axes: frozenset[str]
     values: dict[str, _ValueInfo]
     is_distributed: bool
     holder: int = 0
-    """The first rank that has the parameter, once all have told."""
+    """The first rank that has the parameter; set once all ranks have reported."""
 
 
 def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]:
-    """Return for every name of the whole model what there is of it, the same on all ranks. Collective.
-
-    A rank whose shard is empty may have no state; what is laid out like the shard is so on every rank that has it.
-    Raises :class:`CheckpointError` on every rank if optimizers have different parameters where they should have the same.
+    """Merge the ranks' reports into one per name of the whole model, the same on all ranks. Collective. A rank whose shard is empty
+    may have no state; a value that is laid out like the shard is so on every rank that has it. Raises :class:`CheckpointError` on
+    every rank if optimizers have different parameters where they should have the same.
     """
     own = {
         name: _StateInfo(
@@ -339,7 +338,7 @@ def _agreed_value(name: str, key: str, found: Sequence[_StateInfo]) -> _ValueInf
     value = next(value for value in values if not value.is_sharded)
     reason = None
     if any(other.shape is not None and other.small is None for other in values):
-        # The parameter is ordinary: every rank has it all, and the same state of it.
+        # If the parameter is ordinary, every rank has the whole of it and the same state.
         reason = (
             f"has shape {tuple(value.shape or ())}, not that of a rank's shard" if found[0].is_distributed else None
         )
@@ -389,7 +388,7 @@ def _broadcast(
 ) -> torch.Tensor:
     assert shape is not None
     buffer = torch.empty(shape, dtype=dtype, device=current().device)
-    if group.rank == src and source is not None:  # None: it could not be read, and all raise at the end
+    if group.rank == src and source is not None:  # None: it could not be read; all ranks raise at the end
         buffer.copy_(source)
     group.broadcast(buffer, src).wait()
     return buffer

@@ -1,4 +1,4 @@
-"""The optimizer state of one rank: its own parts, for the same rank of a run with as many ranks."""
+"""The optimizer state of one rank: its own parts, which load on the same rank of a run of the same size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REMEDY = "Save with state_dict(gather_opt=True) to load at any world size."
 
 
 def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the states of ``optimizers`` on this rank, and what :func:`check_rank_state` compares."""
+    """Return the states of ``optimizers`` on this rank, and the shapes and numbers that :func:`check_rank_state` compares."""
     return {
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "shapes": [_shapes(optimizer) for optimizer in optimizers],
@@ -31,7 +31,7 @@ def check_rank_state(
 ) -> None:
     """Raise :class:`CheckpointError` unless ``state`` is that of this rank, at this world size, of parameters of these shapes.
 
-    ``adapted`` are the same optimizers. Of rank and world size only what the state has is compared: those of BMTrain have none.
+    ``adapted`` are the same optimizers. Rank and world size are compared only if the state has them: BMTrain's have none.
     """
     size = state.get("world_size", world().size)
     if size != world().size:
@@ -58,7 +58,7 @@ def check_rank_state(
 def load_rank_state(
     optimizers: Sequence[torch.optim.Optimizer], adapted: Sequence[ManagedOptimizer], state: Mapping[str, Any]
 ) -> None:
-    """Take over what :func:`rank_state` returned, every bit of it."""
+    """Load the state that :func:`rank_state` returned, exact in every bit."""
     for optimizer, managed, saved in zip(optimizers, adapted, state["optimizers"], strict=True):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.load_state_dict(with_all_options(managed, saved))
@@ -68,7 +68,7 @@ def load_rank_state(
 
 
 def _undo_rounding(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    # torch rounds state to the dtype of the parameter, and shares the memory of what it need not round with the saved state.
+    # torch rounds state to the dtype of the parameter, and state that it need not round shares the saved state's memory.
     params = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     for p, index in zip(params, indices, strict=True):

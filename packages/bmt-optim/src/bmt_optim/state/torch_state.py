@@ -1,4 +1,4 @@
-"""Optimizer states in the form of torch's ``state_dict()``, of whatever maker and version, compared with an optimizer."""
+"""Checks that an optimizer can load a state in the form of torch's ``state_dict()``, from any library and version."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _OTHER_GRID = (
 def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, is_own: bool = True) -> None:
     """Raise :class:`CheckpointError` unless ``optimizer`` can go on from ``state``.
 
-    ``is_own`` False: nothing else is known of where ``state`` comes from, so tensors that are not of their parameters' shapes are
-    refused too.
+    With ``is_own`` False the origin of ``state`` is unknown, so tensors that do not have their parameters' shapes are refused too.
     """
     if "state" not in state or "param_groups" not in state:
         raise CheckpointError(
@@ -48,7 +47,7 @@ def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, 
 
 
 def with_all_options(optimizer: ManagedOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with the options that its groups lack, in the way of other makers and versions, as they are here."""
+    """Return ``state``; options that its groups lack, because another library or version wrote it, are those of ``optimizer``."""
     groups = [
         {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, **saved}
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)

@@ -17,12 +17,13 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     alternates one forward and one backward. With times f and b per micro-batch and *chunk*, a step whose number of micro-batches is
     a multiple of ``stages`` takes (micro_batches chunks + stages - 1) (f + b): the bubble is that of 1F1B divided by ``chunks``.
     The price: activations of up to 2 (stages - 1 - s) + (chunks - 1) group + 1 micro-batches of a chunk are live on stage s, and
-    activations are sent ``chunks`` times as often. If transfers took no time, stages - 1 - s forwards in advance would do; the
-    others hide the transfers.
+    activations are sent ``chunks`` times as often. If transfers took no time, stages - 1 - s forwards in advance would be enough;
+    the others hide the transfers.
 
-    The paper requires a multiple of ``stages`` micro-batches. Any other number is divided into the nearest number of groups. These
-    are either larger, up to one and a half times ``stages``, or the first one is not full. The order stays valid: in larger groups
-    outputs only wait longer; and an action needs only actions of the same micro-batch, so leaving micro-batches out blocks none.
+    The paper requires a multiple of ``stages`` micro-batches. Any other number is divided into the nearest number of groups. Either
+    the groups are larger, up to one and a half times ``stages``, or the first one is not full. The order stays valid: in larger
+    groups outputs only wait longer; and an action needs only actions of the same micro-batch, so leaving micro-batches out blocks
+    none.
 
     >>> " ".join(map(str, interleaved(2, 2).orders[1]))
     'F0 F1 F0 of chunk 1 B0 of chunk 1 F1 of chunk 1 B1 of chunk 1 B0 B1'

@@ -22,7 +22,7 @@ class _Choice(NamedTuple):
 
 
 class ListScheduler:
-    """Gives each stage the action that can start first; of several, input gradients before forwards before weight gradients.
+    """Gives each stage the action that can start first; among several, input gradients before forwards before weight gradients.
 
     A stage holds activations of at most ``most_live`` micro-batches, counted once per chunk, from the forward to the end of the
     weight gradient. A forward of any chunk but the last must leave one of these places free. So the oldest micro-batch of a stage

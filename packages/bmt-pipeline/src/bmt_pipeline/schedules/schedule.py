@@ -32,14 +32,14 @@ class Action(NamedTuple):
 
 
 class Content(Enum):
-    """What parts send each other: activations to the next part, gradients to the previous one."""
+    """The kinds of data that parts send each other: activations to the next part, gradients to the previous one."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
 
 class Output(NamedTuple):
-    """What ``part`` computes from one micro-batch: the activation that it returns, or the gradient of its input."""
+    """The result of ``part`` for one micro-batch: the activation that it returns, or the gradient of its input."""
 
     content: Content
     micro_batch: int
@@ -47,7 +47,7 @@ class Output(NamedTuple):
 
 
 class Placement(Enum):
-    """Which stage has which parts of the model.
+    """The assignment of the model's parts to stages.
 
     ``LOOP``: part p is chunk p // stages of stage p % stages. ``V``: two chunks. The first half of the parts is assigned from the
     first stage to the last and the second half from the last to the first, so the first stage has the first and the last part.
@@ -136,11 +136,11 @@ class Schedule:
         return self.place_of(neighbour)[0] if 0 <= neighbour < self.parts else None
 
     def sends(self, stage: int, destination: int) -> tuple[Output, ...]:
-        """Return what ``stage`` sends to the stage ``destination`` in one step, in order."""
+        """Return the outputs that ``stage`` sends to the stage ``destination`` in one step, in order."""
         return tuple(output for output in self._outputs(stage) if self.destination_of(output) == destination != stage)
 
     def receives(self, stage: int, source: int) -> tuple[Output, ...]:
-        """Return what ``stage`` receives from the stage ``source`` in one step, in the order in which it is sent."""
+        """Return the outputs that ``stage`` receives from the stage ``source`` in one step, in the order of sending."""
         return self.sends(source, stage)
 
     def peak_live(self, stage: int) -> int:

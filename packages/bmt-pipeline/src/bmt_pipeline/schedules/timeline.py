@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, on a virtual clock."""
+"""``make_timeline``: the start and end of each action of a schedule on a virtual clock."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class Timeline:
 def make_timeline(schedule: Schedule, times: Times | None = None) -> Timeline:
     """Run ``schedule`` on a virtual clock; by default each forward and gradient takes 1 and a transfer takes no time.
 
-    An action starts when the one before it on its stage has ended and all that it needs has arrived. A transfer keeps no
-    stage from computing.
+    An action starts when the stage's previous action has ended and all its inputs have arrived. Transfers do not delay computation.
     """
     times = times or Times()
     times.check(schedule.parts)

@@ -1,4 +1,4 @@
-"""How long the actions of a schedule take."""
+"""``Times``: the durations of a schedule's actions."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def _h1_order(stages: int, stage: int, micro_batches: int) -> Iterator[Action]:
 def v_orders(stages: int, micro_batches: int) -> Orders:
     """Return the orders of ZB-V, the same actions as in ``torch.distributed.pipelining.ScheduleZBVZeroBubble``.
 
-    The pattern needs at least 2 stages - 1 micro-batches. For fewer, it is made for so many, and the surplus ones are left out.
+    The pattern needs at least 2 stages - 1 micro-batches. For fewer, it is made for that many, and actions of surplus micro-batches
+    are left out.
     """
     pattern_for = max(2 * stages - 1, micro_batches)
     return tuple(

@@ -20,7 +20,7 @@ from bmt_tp.tensor_group import tensor_size
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How the first argument and the output of a module change their layout."""
+    """The changes of layout of a module's first argument and output."""
 
     argument: str
     """Name of the first argument."""

@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 def plan_for(model: nn.Module, *, gather_logits: bool = True, split_vocabulary: bool = True) -> Plan:
     """Return the plan for a model of Hugging Face's GPT-2, Llama, Qwen2 or Qwen3 classes, with any head.
 
-    With ``gather_logits`` every rank gets the logits of the whole vocabulary, so that the model's own loss works. Without, it gets
+    With ``gather_logits`` every rank gets the logits of the whole vocabulary, so that the model's own loss works. Otherwise it gets
     those of its part of the vocabulary, for ``FusedCrossEntropy(parallel=True)``. With ``split_vocabulary=False`` every rank holds
     the whole embedding and head; use it if tp does not divide the vocabulary.
 

@@ -27,7 +27,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Match:
-    """What :func:`parallelize` has to do, by the names of modules and parameters."""
+    """The changes that :func:`parallelize` makes, by names of modules and parameters."""
 
     styles: dict[str, Style] = field(default_factory=dict)
     claims: dict[str, Claim] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Match:
 
 
 def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
-    """Return what ``plan`` says about ``model``. Raises :class:`ConfigError` if the plan does not fit."""
+    """Apply ``plan`` to the names in ``model``. Raises :class:`ConfigError` if the plan does not fit."""
     found = Match()
     distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DistributedParameter)]
     if distributed:

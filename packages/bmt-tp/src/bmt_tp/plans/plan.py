@@ -1,4 +1,4 @@
-"""``Plan``: which modules of a model are split, and where activations change their layout."""
+"""``Plan``: the modules of a model that are split, and the places where activations change their layout."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Styles: how a plan splits the parameters of one module.
 
-A style says how each parameter is split along ``tp``, and which forward the module gets. All styles are checked before the model is
+A style gives the split of each parameter along ``tp`` and the module's new forward. All styles are checked before the model is
 changed.
 """
 
@@ -54,7 +54,7 @@ class PlannedModule:
             raise self.misfit(f"tp_size={self.tp_size} does not divide {what}, {number}. {way_out}")
 
     def output_dim(self, style: str) -> int:
-        """Return the dim of the weight that is its output: 0 of nn.Linear, 1 of Hugging Face's Conv1D."""
+        """Return the weight's dim of output features: 0 in nn.Linear, 1 in Hugging Face's Conv1D."""
         if type(self.module).forward is nn.Linear.forward:
             return 0
         if is_conv1d(self.module):
@@ -90,7 +90,7 @@ class Column:
     """A linear layer that is split by its output features.
 
     With ``gather`` the input is this rank's rows, gathered while the product is computed, and the output has the given layout.
-    Without, the input must have all rows already: the layer is inside a module that :attr:`Plan.gathered` names.
+    Otherwise the input must already have all rows: the layer is inside a module that :attr:`Plan.gathered` names.
 
     ``heads`` is the number of heads in the output, or its name in ``model.config``; tp must divide it, so that each rank gets whole
     heads. ``sections`` are the sizes of consecutive parts of the output, or their ratio; each is split separately. Queries, keys
@@ -178,8 +178,8 @@ class VocabularyEmbedding:
 class Head:
     """The linear layer that computes the logits, outside of the layers. It is split by the vocabulary.
 
-    With ``gather_output`` every rank gets the logits of the whole vocabulary, so that any loss works. Without, each rank gets those
-    of its part, for ``FusedCrossEntropy(parallel=True)``.
+    With ``gather_output`` every rank gets the logits of the whole vocabulary, so that any loss works. Otherwise each rank gets
+    those of its part, for ``FusedCrossEntropy(parallel=True)``.
     """
 
     gather_output: bool = True
@@ -200,7 +200,7 @@ class Head:
 class Whole:
     """A module outside of the layers that every rank computes whole, from whole activations.
 
-    So every rank has the same, whole gradients of all parameters in it, and they are not summed over ``tp``.
+    So every rank has the same whole gradients of its parameters, and they are not summed over ``tp``.
     """
 
     def places(self, planned: PlannedModule) -> Places:

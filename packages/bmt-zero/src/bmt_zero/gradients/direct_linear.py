@@ -1,11 +1,11 @@
 """Linear layers whose backward writes the weight gradient directly into the flat tensor that is reduced.
 
 Autograd would compute each gradient in memory of its own, and all gradients would then be copied into the flat tensor. Here the
-product writes into the flat tensor. It is the same product that autograd would compute, of the same operands in the same layout.
+product writes into the flat tensor. It is the product that autograd would compute, of the same operands in the same layout.
 
-[Note: save before computing] A recomputation stops when the last tensor that backward needs is computed again, so that the
-block's last product is not. But hooks see what a custom function saves only after its forward has returned. So the layer tells
-the recomputation which tensor it will save before it computes.
+[Note: save before computing] A recomputation stops once it has computed the last tensor that backward needs, so that it skips the
+block's last product. But hooks see the tensors that a custom function saves only after its forward has returned. So the layer tells
+the recomputation before it computes which tensor it will save.
 
 The weight is not saved for backward, because saved tensors pass through the recomputation's hooks. Backward reads the gathered
 weight instead.
@@ -27,14 +27,14 @@ from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
 
 
 class Location(NamedTuple):
-    """Where a layer's weight or bias is among the block's parameters: number of the group, and position in the group."""
+    """The place of a layer's weight or bias among the block's parameters: number of the group, and position in the group."""
 
     group: int
     position: int
 
 
 class LayerRecomputation(Protocol):
-    """A recomputation, as layers see it: see [Note: save before computing]."""
+    """The interface of a recomputation for layers: see [Note: save before computing]."""
 
     def before_layer(self, input: torch.Tensor) -> int:
         """Called before a layer saves ``input`` and computes. Returns the argument for :meth:`after_layer`."""
@@ -47,7 +47,7 @@ class LayerRecomputation(Protocol):
 
 
 class GradientCall(Protocol):
-    """One call of a block, as far as its layers see it."""
+    """The interface of one call of a block for its layers."""
 
     @property
     def layer_recomputation(self) -> LayerRecomputation | None:
@@ -57,7 +57,8 @@ class GradientCall(Protocol):
         """Gather the whole parameters, unless they are there."""
 
     def take(self, location: Location, gradient: LayerGradient) -> bool:
-        """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: return it to autograd instead."""
+        """Write ``gradient`` into the tensor that is reduced, or keep it for later. If this returns False, the layer returns it to
+        autograd."""
 
 
 class RunningCall:
@@ -67,7 +68,7 @@ class RunningCall:
 
 
 class DirectLinear:
-    """What a block sets on a linear layer while whole parameters are in its modules.
+    """An object that a block sets on a linear layer while its modules hold whole parameters.
 
     On an ``nn.Linear`` it is the ``forward``. On a layer that computes its gradients itself it is the ``layer_gradients``: see
     :class:`bmt_core.modules.layer_gradients.LayerGradients`.
@@ -99,9 +100,8 @@ class DirectLinear:
 
 
 class _Linear(torch.autograd.Function):
-    """``linear`` whose backward hands its gradients to ``call``.
-
-    ``call`` is None in a part of the block that backward computes again (``torch.utils.checkpoint``): then it returns them.
+    """``linear`` whose backward passes its gradients to ``call``. ``call`` is None in a part of the block that
+    ``torch.utils.checkpoint`` recomputes in backward: then the gradients are returned.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.weight, ctx.layer, ctx.call = weight, layer, call
-        # Detached: the product of more than two dimensions is a view, and what follows may modify it in place.
+        # Detached: the product of more than two dimensions is a view, and later code may modify it in place.
         return linear(input, weight, bias).detach()
 
     @staticmethod
@@ -195,10 +195,10 @@ class LayerGradient:
         raise NotImplementedError
 
     def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
-        """Prepare to be computed after the backward pass: copy the factors in memory that ``may_be_freed`` by then."""
+        """Keep the factors until after the backward pass. Copy those whose memory ``may_be_freed`` by then."""
         grad, *inputs = [factor.clone() if self.is_lent or may_be_freed(factor) else factor for factor in self.factors]
-        # Detaching an input lets go of its graph. The gradient has none, and is kept itself: a second reference to the object
-        # stops torch from taking its memory over as .grad of a leaf.
+        # Inputs are detached, which frees their graph. The gradient has no graph, and the object itself is kept: torch does not
+        # reuse its memory as .grad of a leaf while there is a second reference to it.
         self.factors = grad, *[input.detach() for input in inputs]
         self._versions = [factor._version for factor in self.factors]
 
@@ -230,7 +230,7 @@ class WeightGradient(LayerGradient):
             destination.copy_(torch.mm(grad, input))
 
     def added_to(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`, and :meth:`into` for float32."""
+        """See :class:`LayerGradient`, and :meth:`into` about float32."""
         grad, input = self.factors
         if destination.dtype == grad.dtype:
             destination.addmm_(grad, input)
@@ -278,7 +278,7 @@ class BiasGradient(LayerGradient):
 
 
 def _written(call: GradientCall | None, location: Location, gradient: LayerGradient) -> torch.Tensor | None:
-    """Hand ``gradient`` to ``call`` and return None, or compute and return it if autograd must see it."""
+    """Pass ``gradient`` to ``call`` and return None, or compute and return it if autograd needs it."""
     return None if call is not None and call.take(location, gradient) else gradient.made()
 
 

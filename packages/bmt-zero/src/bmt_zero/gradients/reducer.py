@@ -33,7 +33,7 @@ from bmt_zero.sharding.parameter_group import ParameterGroup
 class Division(NamedTuple):
     """How a sum over ranks is divided: see [Note: where means are divided].
 
-    Gradients are multiplied by ``before``, reduced by ``op``, and the result is multiplied by ``after``.
+    Gradients are multiplied by ``before`` and reduced by ``op``; the result is multiplied by ``after``.
     """
 
     before: float = 1.0
@@ -63,7 +63,7 @@ class GradientReducer:
         self.is_unwatched = False
         """Whether the current pass leaves gradients held back or postponed, so that :meth:`end_pass` must be called."""
         self._held_back: torch.Tensor | None = None
-        self._awaited: set[object] = set()  # one object for each call whose gradients are postponed
+        self._awaited: set[object] = set()  # one handle for each call whose gradients are postponed
         self._needed: Sequence[bool] = []  # which gradients the last pass held back or postponed
         self._witness: GradientWitness | None = None  # tells whether .grad was changed since that pass
         self._is_adding = False  # layers add to the held-back sum in place: if the pass fails meanwhile, it is dropped
@@ -88,7 +88,7 @@ class GradientReducer:
         return self._group.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
     def room_for_products(self, *, reduces: bool, of_several: bool) -> FullGradients:
-        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the sum itself where layers can add.
+        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the held-back sum itself if there is one.
 
         ``of_several``: the gradients are those of several backward passes. Other ranks may have held some of these back, and then
         reduce a float32 sum, so this rank must reduce float32 too. With a single rank, half types need no float32 sum.
@@ -182,10 +182,10 @@ class GradientReducer:
         self.is_unwatched = self._held_back is not None and self._witness is None
 
     def end_pass(self) -> None:
-        """Watch from the end of the pass on whether the user clears ``.grad``, which drops held-back and postponed gradients.
+        """From the end of the pass on, watch whether the user clears ``.grad``, which drops held-back and postponed gradients.
 
-        Inside :func:`scheduled_step` nobody clears gradients, so this is done when the step ends. Where ``.grad`` is None it
-        becomes zero, so that ``zero_grad`` has something to clear.
+        Inside :func:`scheduled_step` nobody clears gradients, so this is done when the step ends. A ``.grad`` that is None is set
+        to zeros, so that ``zero_grad`` has something to clear.
         """
         if not self.is_unwatched or at_end_of_scheduled_step(self.end_pass):
             return
@@ -220,7 +220,7 @@ class GradientReducer:
         dtype = self._group.dtype
         if self._group.ranks.size == 1 or self._reduce_dtype == "param":
             return dtype
-        # No all-reduce sends a half type and sums in float32.
+        # No all-reduce can send a half type and sum in float32.
         is_wide = self._group.is_replicated or self._reduce_dtype == "fp32"
         return summation_dtype(dtype) if is_wide else dtype
 
@@ -238,7 +238,7 @@ class GradientReducer:
         return held
 
     def _output_for(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
-        """Return the tensor to reduce into, in memory of the computation if it ``stays`` as ``.grad``, else of the lane."""
+        """Return the tensor to reduce into. It is allocated for the computation if it ``stays`` as ``.grad``, else for the lane."""
         if self._group.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():

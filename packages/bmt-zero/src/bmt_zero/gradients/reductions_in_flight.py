@@ -1,4 +1,4 @@
-"""``ReductionsInFlight``: keeps the whole gradients alive that reductions under way still read."""
+"""``ReductionsInFlight``: keeps whole gradients alive while reductions read them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from bmt_core.run.lanes import Mark
 
 
 class ReductionsInFlight:
-    """Whole gradients that the lane still reads, of at most one block besides the one whose backward runs.
-
-    If none were allowed, the backward of a block would wait for the reduction of the previous one. The memory was allocated on the
-    computation's stream, so it is kept until the computation has waited for the lane: see [Note: buffer lifetime] in
-    :mod:`bmt_core.run.lanes`.
+    """Whole gradients that the lane still reads, of at most one block besides the one whose backward runs. Without this one, the
+    backward of a block would wait for the reduction of the previous block. The memory was allocated on the computation's stream, so
+    it is kept until the computation has waited for the lane: see [Note: buffer lifetime] in :mod:`bmt_core.run.lanes`.
     """
 
     def __init__(self) -> None:
@@ -23,7 +21,7 @@ class ReductionsInFlight:
         self._kept.append((block, full, done))
 
     def make_room(self) -> None:
-        """Wait for the reductions of all blocks but the last, and free their gradients. Called before new ones are allocated."""
+        """Wait for the reductions of all blocks but the latest, and free their gradients. Called before new ones are allocated."""
         if self._kept:
             self._free_all_but(self._kept[-1][0])
 

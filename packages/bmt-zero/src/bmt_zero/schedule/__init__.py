@@ -1,1 +1,1 @@
-"""The run of a Block: its calls, gathers ahead of them, and recomputation in backward."""
+"""How Blocks run: their calls, the gathers ahead of them, and recomputation in backward."""

@@ -2,13 +2,13 @@
 
 [Note: the two nodes] In forward, ``Enter`` turns the shards into whole parameters, and ``Leave`` passes the outputs on. In backward
 ``Leave`` runs before every node inside the block, and ``Enter`` after all of them: it is the block's oldest node, and torch runs
-the youngest ready node first. So ``Leave`` gathers, and ``Enter`` reduces and frees. Both come at the right time in any graph:
+the youngest ready node first. So ``Leave`` gathers, and ``Enter`` reduces and frees. Both run at the right time in any graph, with
 frozen or skipped blocks, a block used twice, several graphs, ``retain_graph``, ``autograd.grad``. An empty tensor, the token, goes
-from ``Enter`` to ``Leave``. Because of it a block whose outputs got a gradient always reduces, even if none of its parameters took
-part on this rank, so that all ranks make the same collectives.
+from ``Enter`` to ``Leave``. Because of the token a block whose outputs got a gradient always reduces, even if none of its
+parameters took part on this rank, so that all ranks make the same collectives.
 
-``Enter`` also takes an empty leaf, which only the block knows. A backward pass that accumulates into this leaf accumulates into all
-leaves: it is an ordinary ``backward()``, and neither ``autograd.grad`` nor ``backward(inputs=...)``.
+``Enter`` also takes an empty leaf of the block's own. Only an ordinary ``backward()`` accumulates into this leaf, because it
+accumulates into all leaves; ``autograd.grad`` and ``backward(inputs=...)`` do not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Leave(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.token_device = token.device
-        # Detached, not returned as they are: an output may be modified in place by the code after the block.
+        # Detached, because code after the block may modify an output in place.
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
@@ -61,7 +61,7 @@ class Leave(torch.autograd.Function):
 
 
 class EndAtInputs:
-    """Ends a call when the gradients of its inputs are computed. Keeps it weakly, because the hook may outlive the graph."""
+    """Ends a call when the gradients of its inputs are computed. Refers to it weakly, because the hook may outlive the graph."""
 
     def __init__(self, call: BlockCall) -> None:
         self._call = weakref.ref(call)

@@ -38,9 +38,9 @@ class Phase(Enum):
 class BlockCall:
     """Holds a block's whole parameters while one call needs them, and reduces or keeps the call's gradients.
 
-    ``use`` is its place in the step. ``foreign`` is filled with the whole parameters, by id, that the block uses but does not
-    shard. ``writes_directly``: linear layers may write their gradients into the tensor that is reduced. ``leaf`` is the empty leaf
-    that identifies an ordinary ``backward()``: see [Note: the two nodes].
+    ``use`` is its place in the step. ``foreign`` gets, by id of the parameter, the whole parameters that the block uses but does
+    not shard. ``writes_directly``: linear layers may write their gradients into the tensor that is reduced. ``leaf`` is the empty
+    leaf that identifies an ordinary ``backward()``: see [Note: the two nodes].
     """
 
     def __init__(self, block: ShardedBlock, use: BlockUse) -> None:
@@ -61,17 +61,16 @@ class BlockCall:
         self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
         # By the address of a leaf: the number of its group, its number in that group, and the leaf.
         self._leaf_at: dict[int, tuple[int, int, torch.Tensor]] = {}
-        self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # what backward has put into the modules
+        self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # put into the modules by backward
         self._full: dict[int, FullGradients] = {}
-        self._postponed: dict[
-            int, PostponedGroup
-        ] = {}  # by the number of the group, if the backward under way postpones
+        # By the number of the group, if the current backward postpones.
+        self._postponed: dict[int, PostponedGroup] = {}
 
     @property
     def is_computing(self) -> bool:
         """Whether the block's forward code runs for this call. A backward pass that runs meanwhile was started by that code.
 
-        Then the parameters are whole and must stay so, and the gradients belong to that code (``torch.autograd.grad``).
+        Then the parameters are whole and must stay so, and the gradients are returned to that code (``torch.autograd.grad``).
         """
         return self.block.running.call is self
 
@@ -82,7 +81,7 @@ class BlockCall:
 
     @property
     def writes(self) -> list[int]:
-        """How often user code wrote to the whole parameters, by group."""
+        """The number of writes of user code to the whole parameters, by group."""
         return [group.buffer.writes for group in self.groups]
 
     def begin_forward(self) -> None:
@@ -95,7 +94,7 @@ class BlockCall:
         self._trains = [[parameter.requires_grad for parameter in group.group.parameters] for group in self.groups]
 
     def end_forward(self, *, succeeded: bool, backward_follows: bool) -> None:
-        """Release what need not stay until backward."""
+        """Release the parameters, except those that are kept until backward."""
         self.phase = Phase.REST
         if succeeded:
             self.block.keep_gathered(self.groups, until_next=not self.use.last_forward)
@@ -138,9 +137,8 @@ class BlockCall:
         running_backward.places = self
 
     def _postpone(self) -> None:
-        """Postpone weight gradients if a schedule asks for it, or until :meth:`end_backward` if they are added to a held-back sum.
-
-        Only at the end it is known which parameters' gradients this pass adds to.
+        """Postpone weight gradients if a schedule asks for it, or until :meth:`end_backward` if they are added to a held-back sum:
+        only then it is known to which parameters' gradients this pass adds.
         """
         reduces = self.use.last_backward
         wanted = [
@@ -198,12 +196,12 @@ class BlockCall:
             self.input_hook.remove()
 
     def forget_gradients(self) -> None:
-        """Drop what the backward pass, which has failed, would have put into ``.grad``."""
+        """Drop the gradients of a backward pass that has failed."""
         for group in self.groups:
             group.reducer.sum.forget_if_cleared()
 
     def end_pass(self) -> None:
-        """Complete the gradients and free what was gathered, after a backward pass that has succeeded."""
+        """Complete the gradients and free the gathered parameters, after a backward pass that has succeeded."""
         self.block.run.calls_in_pass.pop(self, None)
         self.end()
         for group in self.groups:
@@ -213,7 +211,7 @@ class BlockCall:
         self.block.run.in_flight.wait()
 
     def __del__(self) -> None:
-        # The graph was freed without a backward: the output was not used, or an exception came.
+        # The graph was freed without a backward: the output was not used, or an exception was raised.
         self.end()
 
     def _watch_end_of_pass(self) -> None:
@@ -340,24 +338,25 @@ class _EndOfPass:
 
 
 class _EndOfOuterPass:
-    """A callback for the end of a backward pass in which another one has failed: a list on stages runs some in its backward."""
+    """A callback for the end of a backward pass inside of which another pass has failed: a pipelined list runs passes in its
+    backward."""
 
     def __init__(self, call: BlockCall) -> None:
         self._call = call
 
     def __call__(self) -> None:
-        """Do nothing yet: the pass is under way until torch has let go of its callbacks."""
+        """Do nothing yet: the pass is under way until torch has freed its callbacks."""
 
     def __del__(self) -> None:
         _end_failed_passes(self._call)
 
 
 def _end_failed_passes(call: BlockCall) -> None:
-    """Release what the pass of ``call``, which has failed, holds, once no backward pass is under way."""
+    """Release all that the failed pass of ``call`` holds, once no backward pass is under way."""
     if backward_pass() != -1:
         when_backward_ends(_EndOfOuterPass(call))
         return
-    with suppress(RemoteError):  # a rank that has died: the pass has failed with the error that says so
+    with suppress(RemoteError):  # another rank has died, and the error of the pass says so
         call.block.run.end_failed_passes()
 
 

@@ -24,7 +24,8 @@ from bmt_zero.sharding.parameter_slots import WholeParameters
 
 
 class BlockEngine:
-    """Runs a block: with or without recomputation in backward (``use_checkpoint``), compiled or not, as the call ``use``."""
+    """Runs a block: with or without recomputation in backward (``use_checkpoint``), compiled or not; ``use`` is its calls' place in
+    the step."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: An
     outputs = map_tensors(lambda t: t.clone() if call.block.may_free_memory_of(t) else t, outputs)
     gated = [output for output in tensors_in(outputs) if output.requires_grad]
     if token is not None and not gated:
-        # The parameters took no part on this rank, but may have on others: the block must be in the graph on all.
+        # No parameter was used on this rank, but some may have been on others: the block must be in the graph on all ranks.
         gated = [output for output in tensors_in(outputs) if output.is_floating_point()]
     if not gated or not torch.is_grad_enabled():
         return outputs
@@ -144,7 +145,7 @@ def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: An
         # All parameters are frozen, so there is no Enter. The block's backward is over when its inputs have their gradients.
         token = torch.empty(0, device=gated[0].device)
         sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        # Torch cannot watch several leaves in autograd.grad(). If an input is a leaf, the call ends with the pass, soon after.
+        # In autograd.grad() torch cannot watch several leaves. If an input is a leaf, the call ends with the pass, soon after.
         if sources and True not in [source.is_leaf for source in sources]:
             call.input_hook = register_multi_grad_hook(sources, EndAtInputs(call))
     left = Leave.apply(call, token, *gated)  # type: ignore[no-untyped-call]

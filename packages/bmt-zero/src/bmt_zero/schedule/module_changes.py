@@ -1,7 +1,5 @@
-"""``ModuleChanges``: counts how often any module in the process was given a parameter, a submodule, or a new buffer.
-
-A block compares the count before each call. If it is unchanged nothing was added or replaced; the check costs the same for every
-size of model.
+"""``ModuleChanges``: counts how often a parameter, a submodule, or a new buffer was set on any module in the process. A block
+compares the count before each call: if it is unchanged, nothing was added or replaced. This costs the same for every size of model.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from bmt_zero import adapters
 
 
 class ModuleChanges:
-    """Counts from when it is made until :meth:`close`.
-
-    ``is_gathered`` says whether a tensor is a gathered parameter. Giving a module one as its own parameter is an error.
+    """Counts from its construction until :meth:`close`. ``is_gathered(tensor)`` says whether a tensor is a gathered parameter;
+    setting one as a module's own parameter is an error.
     """
 
     def __init__(self, device: torch.device, is_gathered: Callable[[torch.Tensor], bool]) -> None:

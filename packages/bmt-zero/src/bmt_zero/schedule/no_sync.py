@@ -16,9 +16,9 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     """Run all micro-batches but the last inside: blocks of levels 0 and 1 then sum their gradients locally, in float32.
 
     The first backward whose forward ran outside reduces the sums, once. They are the whole gradients of these blocks, 4 bytes
-    a parameter; ``with no_sync(model) as held:`` gives their size in bytes on this rank. To stay within their memory, blocks of
-    levels 2 and 3 and parameters outside of blocks are reduced at every micro-batch all the same. The gradients are the same
-    either way. ``zero_grad`` drops the local sums.
+    a parameter; ``with no_sync(model) as held:`` gives their size in bytes on this rank. To save memory, gradients of blocks of
+    levels 2 and 3 and of parameters outside of blocks are still reduced at every micro-batch. The resulting gradients are the same.
+    ``zero_grad`` drops the local sums.
     """
     engines = [module.__dict__["_bmt_block"] for module in model.modules() if "_bmt_block" in module.__dict__]
     held_back: list[BlockEngine] = [engine for engine in engines if engine.block.level < 2]

@@ -30,7 +30,8 @@ class OutsideParameters:
         self._expected: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[RootGroup]]] = weakref.WeakKeyDictionary()
 
     def call_begins(self, module: nn.Module) -> CallEnd:
-        """Start to gather what the call of ``module`` is expected to read. Return a function to call at its end. Collective."""
+        """Start to gather the parameters that the call of ``module`` is expected to read. Return a function to call at its end.
+        Collective."""
         expected, has_grad = self._expected.setdefault(module, {}), torch.is_grad_enabled()
         known = expected.get(has_grad)
         if known != []:
@@ -47,7 +48,7 @@ class OutsideParameters:
         return end
 
     def _groups_of(self, parameters: Iterable[torch.Tensor]) -> list[RootGroup]:
-        """Return groups that have exactly the parameters among ``parameters`` that are outside of Blocks, made if necessary."""
+        """Return groups of exactly those ``parameters`` that are outside of Blocks. New groups are made if necessary."""
         members: dict[RootGroup, list[DistributedParameter]] = {}
         alone: list[DistributedParameter] = []
         for p in dict.fromkeys(parameters):
@@ -58,7 +59,7 @@ class OutsideParameters:
         groups = [g for g, own in members.items() if len(own) == len(g.parameters) and not g.data.is_memory_replaced]
         divided = [group for group in members if group not in groups]
         groups += self._formed([*alone, *(p for group in divided for p in members[group])])
-        for group in divided:  # its remaining parameters get memory without gaps, and no group until they are read
+        for group in divided:  # its other parameters move to memory without gaps, and get a group when they are read
             self._formed([p for p in group.parameters if owner_of(p) is group])
         return groups
 

@@ -64,7 +64,7 @@ class PostponedGroup:
         self._awaited += other._awaited
 
     def end_backward(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, reduces: bool) -> None:
-        """Keep ``grads``, which autograd has computed; ``needed`` says which gradients count.
+        """Keep ``grads``, which autograd has computed. Gradients that are not ``needed`` are ignored.
 
         With ``reduces`` they will be reduced, together with those held back; otherwise they will be held back.
         """
@@ -83,11 +83,11 @@ class PostponedGroup:
 
     def compute(self) -> None:
         """See :class:`bmt_core.modules.postponed_gradients.PostponedPart`. Collective."""
-        self._complete()  # completes what another call of the block in the same pass has reduced
+        self._complete()  # completes gradients that another call of the block has reduced in the same pass
         self.compute_in_pass()
 
     def compute_in_pass(self) -> None:
-        """:meth:`compute` within the same backward pass: ``.grad`` is complete when that pass ends. Collective."""
+        """Like :meth:`compute`, inside the same backward pass: ``.grad`` is complete when that pass ends. Collective."""
         full = self._group.reducer.room_for_products(reduces=self._reduces, of_several=bool(self._joined))
         for position, product in self._sums():
             if not full.take(position, product):

@@ -25,7 +25,7 @@ HOPS = 4  # how many expected events to follow from the current one
 
 
 class Prefetched(Protocol):
-    """A block, as far as prefetching sees it."""
+    """The interface of a block for prefetching."""
 
     number: int
     following: int | None
@@ -35,7 +35,7 @@ class Prefetched(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether anything of it is ever to be gathered."""
+        """Whether the block ever needs a gather."""
 
     def bytes_to_gather(self, *, is_backward: bool) -> int:
         """How many bytes of memory a gather for the next forward or backward would allocate now."""
@@ -67,7 +67,7 @@ class Prefetch:
         self._before: Event | None = None
         self._now: Event | None = None
         self._ahead: list[int] = []
-        self._has_sharded = False  # whether any block was ever to be gathered
+        self._has_sharded = False  # whether any block ever needs a gather
         self._numbers = itertools.count(-1, -1)
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -91,15 +91,15 @@ class Prefetch:
         event = Event(self._calls.setdefault(module, next(self._numbers)), False)
         if self._now is not None:
             self._after[self._before, self._now] = event
-        self._before, self._now = None, event  # what follows does not depend on what was before the call
+        self._before, self._now = None, event  # the events in the call do not depend on the events before it
         self._gather_ahead(None)
 
     def drop(self) -> None:
-        """Free what was gathered ahead and not used. Called at the end of a backward pass."""
+        """Free parameters that were gathered ahead and not used. Called at the end of a backward pass."""
         self._go_on_with([])
 
     def forget_gathered(self) -> None:
-        """Let every block gather again before its next use. Called after a backward pass has failed."""
+        """Make every block gather again before its next use. Called after a backward pass has failed."""
         self.drop()
         for block in self._blocks.values():
             block.forget_gathered()

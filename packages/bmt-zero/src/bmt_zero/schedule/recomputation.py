@@ -33,7 +33,7 @@ Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Recomputation:
-    """The tensors that the forward of ``call`` needs for backward: their shapes and dtypes, and how to recompute them."""
+    """The tensors that the forward of ``call`` saves for backward: their shapes and dtypes, and how to recompute them."""
 
     def __init__(
         self, call: BlockCall, compute: Compute, buffers: BlockBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -80,7 +80,7 @@ class Recomputation:
     def after_layer(self, before: int) -> None:
         """Called after the layer has computed."""
         if not self.is_running:
-            # Unless hooks of the user's inside the block took the saved tensor.
+            # None if a user's hooks inside the block took the saved tensor.
             self._last = (self._layers, before) if len(self._kinds) == before + 1 else None
 
     def _count(self, tensor: torch.Tensor) -> int:
@@ -122,7 +122,7 @@ class Recomputation:
             ):
                 self._compute(*(with_own_caches(self._before) if self._has_caches else self._inputs))
         except (_Complete, RuntimeError):
-            # A RuntimeError is what _Complete becomes inside a function of torch.jit.script.
+            # Inside a function of torch.jit.script, _Complete becomes a RuntimeError.
             if len(self._made) < len(self._kinds):
                 raise
         finally:

@@ -84,7 +84,7 @@ class BuffersBeforeForward:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often ``tensor`` was modified in place, as far as torch counts."""
+    """Return how often ``tensor`` was modified in place, by torch's version counter."""
     return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode count no versions
 
 

@@ -97,9 +97,8 @@ class RootCall:
         if self._mode != _mode() or self._versions[key] != parameter._version:
             return None
         if not self._wholes:
-            if any(
-                group.call is not self for group in self.groups
-            ):  # another call inside of this one has used the groups
+            # If another call inside of this one has used the groups.
+            if any(group.call is not self for group in self.groups):
                 return None
             parameters = [p for group in self.groups for p in group.parameters]
             wholes = _Gather.apply(self.groups, self._was_read, *parameters)  # type: ignore[no-untyped-call]

@@ -73,12 +73,13 @@ class ShardedGroup:
         return None
 
     def bytes_to_gather(self, own_holds: int) -> int:
-        """Return how many bytes a gather would allocate; 0 if others than the caller, who holds ``own_holds`` times, keep them."""
+        """Return how many bytes a gather would allocate; 0 if anybody but the caller, who has ``own_holds`` holds, holds the
+        buffer."""
         is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.is_available)
         return 0 if is_there or self.group.is_replicated else self.group.full_bytes
 
     def look_for_changes(self) -> None:
-        """Let the next :meth:`start_gather` gather again if values have changed since the last look."""
+        """Make the next :meth:`start_gather` gather again if values have changed since the last look."""
         if self.data.look():
             self.buffer.mark_outdated()
 
@@ -89,7 +90,7 @@ class ShardedGroup:
             self.buffer.gather(self.name)
 
     def wait(self) -> None:
-        """Let the computation wait for the whole parameters."""
+        """Make the computation wait until the whole parameters are gathered."""
         if self.group.is_replicated:
             self.data.updates.wait()
             self.data.updates.clear()
@@ -137,6 +138,6 @@ class ShardedGroup:
         return self.reducer.reduce_now(full, completes=completes)
 
     def _expect_update(self) -> None:
-        # An update usually follows a reduction. That gradients were reduced is known to every rank, so all gather again.
+        # An update usually follows a reduction. Every rank knows of the reduction, so all ranks gather again.
         if self.level == 1:
             self.buffer.mark_outdated()

@@ -29,17 +29,17 @@ from bmt_zero.sharding.gathered_memory import gathered_memory
 
 
 class EndedCall(Protocol):
-    """A call of a block, which can be ended."""
+    """The interface of a block's call for :class:`ZeroRun`."""
 
     def end(self) -> None:
         """Release everything that the call holds."""
 
     def forget_gradients(self) -> None:
-        """Drop what the backward pass, which has failed, would have put into ``.grad``."""
+        """Drop the gradients of a backward pass that has failed."""
 
 
 class ZeroRun:
-    """Gathers ahead, reductions under way, calls of blocks, and the hooks in torch, which are removed at shutdown."""
+    """The run's prefetching, reductions under way, calls of blocks, and hooks in torch, which are removed at shutdown."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.device = runtime.device
@@ -60,8 +60,9 @@ class ZeroRun:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(_after_step),
         ]
-        # A function of torch.jit.script that was optimized by calls outside of Blocks stays optimized inside of them, and then
-        # saves other tensors for backward. A recomputation must save the same ones. So none is optimized while there are Blocks.
+        # A function of torch.jit.script that calls outside of Blocks have optimized stays optimized inside of them, and saves other
+        # tensors for backward. A recomputation must save the same tensors as forward, so no function is optimized while there are
+        # Blocks.
         self._until_close = ExitStack()
         self._until_close.enter_context(torch.jit.optimized_execution(False))
         runtime.call_observers.append(self._call_begins)

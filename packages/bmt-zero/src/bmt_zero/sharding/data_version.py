@@ -11,8 +11,7 @@ class DataVersion:
     """Counts the changes of a group's values, and keeps the updates that a reader has to wait for.
 
     torch's version counters are not enough: an optimizer does not change the counters of empty tensors, so a rank whose part of the
-    block is empty would decide otherwise than the rest about gathering again. That an optimizer has stepped (:meth:`note_update`)
-    is known to every rank.
+    block is empty would not gather again when the others do. Every rank knows of an optimizer's step (:meth:`note_update`).
     """
 
     def __init__(self, group: ParameterGroup, lane: Lane) -> None:
@@ -22,9 +21,8 @@ class DataVersion:
         self.updates.add()
         self._group = group
         self._is_update_noted = False
-        self._seen = self._noted = (
-            group.versions
-        )  # of the parameters: at the last look, and when an update was last noted
+        # Versions of the parameters at the last look, and when an update was last noted.
+        self._seen = self._noted = group.versions
 
     def note_update(self, done: Mark | None, reads: object) -> None:
         """See :meth:`bmt_core.params.owner.ParameterOwner.note_update`."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = (
-    512  # bytes: what CUDA's allocator aligns to, so that kernels see every parameter as they would see it alone
-)
+# Bytes; that of CUDA's allocator, so that every parameter is aligned as if it were allocated alone.
+ALIGNMENT = 512
 
 
 @dataclass(frozen=True)

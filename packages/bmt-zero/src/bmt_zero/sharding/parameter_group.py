@@ -30,7 +30,7 @@ class ParameterGroup:
         self.dtype = parameters[0].dtype
         self.device = device
         self.shapes = [p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters]
-        # How the shard is cut: the lengths of its pieces, and which piece is which parameter's.
+        # The lengths of the shard's pieces, and for each parameter the index of its piece.
         self.pieces, self.indices = self._lay_out(parameters)
         self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
         self.total = self.shard.numel() * (1 if self.is_replicated else ranks.size)
@@ -48,13 +48,13 @@ class ParameterGroup:
 
     @property
     def labels(self) -> str:
-        """What errors call the parameters together."""
+        """The parameters' common name for errors."""
         first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
         return f"{first} and {len(others)} others" if others else first
 
     @property
     def versions(self) -> list[int]:
-        """How often each parameter's part was modified in place, as far as torch counts."""
+        """Torch's version counter of each parameter's part, which counts in-place modifications."""
         return [parameter._version for parameter in self.parameters]
 
     @property

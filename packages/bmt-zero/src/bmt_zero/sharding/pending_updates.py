@@ -20,7 +20,7 @@ class _Update:
 
 
 class PendingUpdates:
-    """For each update, the mark of its end, and what it reads until then. ``lane`` gathers the updated shard."""
+    """The mark of each update's end, and the objects that the update reads until then. ``lane`` gathers the updated shard."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -29,25 +29,25 @@ class PendingUpdates:
     def add(self, done: Mark | None = None) -> None:
         """Remember an update that ends at ``done``; None: at the current end of the computation's stream."""
         waiting = [update for update in self._updates if update.done is not None]
-        if len(waiting) >= MOST:  # the shard is stepped and never used
+        if len(waiting) >= MOST:  # the shard is updated and never gathered
             self.wait()
             self._updates = [update for update in self._updates if update.done is None]
             self._updates.append(_Update(self._lane.here()))
         self._updates.append(_Update(self._lane.here() if done is None else done))
 
     def keep_alive(self, reads: object) -> None:
-        """Keep ``reads``, which the update noted last reads, until somebody has waited for it."""
+        """Keep ``reads``, which the latest update reads, alive until somebody has waited for this update."""
         if self._updates:
             self._updates[-1].reads = reads
 
     def wait(self) -> None:
-        """Let the computation wait for all updates."""
+        """Make the computation wait for all updates."""
         for update in self._updates:
             if update.done is not None:
                 update.done.wait()
 
     def hold_up_lane(self) -> None:
-        """Let the lane wait for all updates, once."""
+        """Make the lane wait for all updates that it does not wait for yet."""
         for update in self._updates:
             if update.done is not None:
                 self._lane.after(update.done)

@@ -73,7 +73,7 @@ class UnshardedBuffer:
 
     @property
     def writes(self) -> int:
-        """How often user code wrote to the whole parameters, as far as torch counts; 0 for a replicated group."""
+        """How often user code wrote to the whole parameters, by torch's version counter; 0 for a replicated group."""
         return 0 if self._group.is_replicated else self.tensor._version
 
     def gather(self, name: str) -> None:
@@ -92,14 +92,14 @@ class UnshardedBuffer:
         self.state = BufferState.IN_FLIGHT
 
     def wait(self) -> None:
-        """Let the computation wait for the gather under way, if there is one."""
+        """Make the computation wait for the gather under way, if there is one."""
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
             self.state = BufferState.READY
 
     def mark_outdated(self) -> None:
-        """Say that the shards were changed since the last gather."""
+        """Note that the shards were changed since the last gather."""
         if (self.is_available or self.state is BufferState.KEPT) and not self._group.is_replicated:
             if self._arrival is not None:
                 self._lane.after(self._arrival)

@@ -54,15 +54,16 @@ def adam_step(
     On the CPU, with ``scale`` 1 and without ``clip``, the result is that of ``torch.optim.Adam`` (or ``AdamW``) in every bit; on
     CUDA torch's own fused kernel does the work, which is that of ``torch.optim.Adam(fused=True)``.
 
-    ``hold``: moments move, parameters do not. ``scale`` (a number or one float32 element), ``clip`` (one float32 element) and
-    ``skip`` (one element) are read on the device. Where ``skip`` is not 0 nothing changes, whatever the gradients hold.
+    With ``hold`` moments are updated and parameters are not. ``scale`` (a number or one float32 element), ``clip`` (one float32
+    element) and ``skip`` (one element) are read on the device. Where ``skip`` is not 0 nothing changes, whatever the gradients
+    hold.
     """
     settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, hold, scale, clip, skip)
     for rows in _batches(params, grads, exp_avgs, exp_avg_sqs, masters):
         update = _update_compact if _is_compact(rows[0]) else _update_whole
         update(rows, settings)
     if not hold:
-        # Others recognise by its version that a parameter was written. Fused kernels do not always increment it, and ranks that
+        # Blocks and caches recognise a changed parameter by its version. Fused kernels do not always increment it, and ranks that
         # hold no element of the parameter write nothing.
         torch.autograd.graph.increment_version(params)
 
@@ -84,7 +85,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Row:
-    """What belongs to one parameter, or to a slice of it."""
+    """The tensors of one parameter, or of a slice of it."""
 
     param: torch.Tensor
     grad: torch.Tensor

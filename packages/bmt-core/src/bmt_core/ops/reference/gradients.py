@@ -14,7 +14,9 @@ def has_non_finite(tensors: Sequence[torch.Tensor], flag: torch.Tensor) -> None:
     The tensors may be of any floating dtype, shape and device, and empty.
     """
     if flag.is_floating_point() or flag.is_complex():
-        raise TypeError(f"flag must be of dtype torch.uint8, or another that | takes, not {flag.dtype}.")
+        raise TypeError(
+            f"flag must be of dtype torch.uint8, or another dtype that the operator | takes, not {flag.dtype}."
+        )
     for group in _alike(tensors):
         # The largest magnitude does not overflow as a sum of squares would, and is NaN if any element is.
         largest = torch.stack(torch._foreach_norm(group, math.inf))
