@@ -17,8 +17,11 @@ from root_group_models import (
     used_on_rank_0_only,
     with_penalty,
 )
+from torch import nn
 
+from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
+from bmt_zero import Block, BMTrainModelWrapper
 
 # Two steps alike, so that the second is what was expected; then others than expected; then as the first again.
 PLAN: list[dict[str, Any]] = [{}, {}, {"use_spare": True}, {"use_spare": True}, {"micro": 3}, {"read_spare": True}, {}]
@@ -62,6 +65,56 @@ def test_half_gradients_are_close(reduce_dtype: str) -> None:
         for own, expected in zip(history[1][1], plain[1][1], strict=True):
             if expected is not None:
                 torch.testing.assert_close(own, expected, rtol=0.1, atol=0.02)
+
+
+def accumulated(uses: str, in_block: bool) -> tuple[list[float], list[float]]:
+    """The summed gradients of two bfloat16 parameters after a large one and then small ones, and the exact sums.
+
+    Each letter is a micro-batch: B uses both parameters, 1 the first one only; N reads both and uses the first one only, and R does
+    so on rank 1.
+    """
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+            self.second = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+
+        def forward(self, factor: torch.Tensor, letter: str) -> torch.Tensor:
+            out = self.first.float().sum() * factor
+            if letter == "1":
+                return out
+            second = self.second.float().sum() * factor
+            return out if letter == "N" or (letter == "R" and current().rank == 1) else out + second
+
+    model = BMTrainModelWrapper(nn.Sequential(Two()))[0]
+    if in_block:
+        model = Block(model, zero_level=2)
+    exact = [0.0, 0.0]
+    for number, letter in enumerate(uses):
+        factor = 128.0 if number == 0 else 0.25
+        if in_block:  # a Block has gradients of all that trains
+            model.second.requires_grad_(letter == "B")
+        model(torch.tensor(factor), letter).backward()
+        exact[0] += 2 * factor
+        exact[1] += factor * {"B": 2, "R": 1, "N": 0, "1": 0}[letter]
+    grads = [parameter.gather_like(parameter.grad)[0].item() for parameter in model.parameters()]
+    return grads, exact
+
+
+@pytest.mark.parametrize(
+    ("uses", "in_block"),
+    [
+        ("BBBBBBBBB", False),
+        ("BB1BB1BB1BB1B", False),
+        ("BNBNRNBNBNRNBNBN", False),
+        ("B1B1B1BB1BBB", False),
+        ("BB1BB1BB1BB", True),
+    ],
+)
+def test_small_gradients_add_up_though_micro_batches_use_other_parameters(uses: str, in_block: bool) -> None:
+    for grads, exact in run_ranks(accumulated, 2, uses, in_block):
+        assert grads == [torch.tensor(value).bfloat16().item() for value in exact]
 
 
 def test_what_only_one_rank_uses_has_a_gradient_on_all() -> None:

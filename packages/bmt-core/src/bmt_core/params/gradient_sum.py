@@ -4,7 +4,8 @@
 gradients in a half type stalls (1 + 256 is 256 in bfloat16). So from the second gradient on the running sum is kept in
 float32, and ``p.grad`` is this sum, rounded. A single gradient needs no such sum. The sum is valid only while ``p.grad``
 is unchanged. If the user has set ``p.grad`` to None, zeroed it, or clipped it in place, the sum starts again from ``p.grad``.
-So both forms of ``zero_grad`` work, of any optimizer.
+So both forms of ``zero_grad`` work, of any optimizer. The float32 sum goes with the gradients: a :class:`GradientSum` of other
+parameters, or of fewer, that is the next to add to one of them adds to its float32 sum.
 
 [Note: when .grad appears] A reduction runs in a lane while the backward pass goes on. Autograd adds to ``.grad`` on the
 computation's stream, and must not touch memory that the lane still writes. So :meth:`GradientSum.take` sets ``.grad`` to None for
@@ -135,6 +136,8 @@ class GradientSum:
         self._taken, self._given = None, taken
         views = self._chosen(flat, taken)
         self._add_what_came_meanwhile(flat, taken)
+        if self._total is not None:
+            keep_float32_sum(flat, self._total)
         self._witness = GradientWitness(self._parameters, views)
         return views
 
@@ -174,9 +177,16 @@ class GradientSum:
         if not self._is_ours(needed):
             device = self._parameters[0].device
             self._flat = torch.zeros(sum(self._pieces), dtype=self._parameters[0].dtype, device=device)
-            self._total = None
-            present = [(v, p.grad) for v, p in zip(self._chosen(self._flat, needed), self._parameters, strict=True)]
-            pairs = [(view, grad) for view, grad in present if view is not None and grad is not None]
+            grads = [p.grad if wanted else None for p, wanted in zip(self._parameters, needed, strict=True)]
+            wide = [None if grad is None else float32_sum_of(grad) for grad in grads]
+            has_wide = any(total is not None for total in wide)
+            self._total = torch.zeros_like(self._flat, dtype=torch.float32) if has_wide else None
+            views = self.views(self._flat if self._total is None else self._total)
+            pairs = [
+                (view, grad if total is None else total)
+                for view, grad, total in zip(views, grads, wide, strict=True)
+                if grad is not None
+            ]
             if pairs:  # empty if only parameters that were frozen meanwhile have gradients
                 torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
         self._taken = list(needed)
@@ -204,6 +214,22 @@ class GradientSum:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
             if sums is not flat:
                 flat.copy_(sums)
+
+
+def keep_float32_sum(flat: torch.Tensor, total: torch.Tensor) -> None:
+    """Remember ``total`` as the float32 sum of which ``flat`` is the rounding, as long as the memory of ``flat`` lives."""
+    base = flat if flat._base is None else flat._base
+    base._bmt_float32_sum = base._version, flat.storage_offset(), total  # type: ignore[attr-defined]
+
+
+def float32_sum_of(grad: torch.Tensor) -> torch.Tensor | None:
+    """Return the float32 sum of which ``grad`` is the rounding; None if there is none, or if somebody has written to ``grad``."""
+    version, offset, total = getattr(grad._base, "_bmt_float32_sum", (None, 0, None))
+    if total is None or version != grad._version or not grad.is_contiguous():
+        return None
+    start = int(grad.storage_offset()) - offset
+    part: torch.Tensor = total[start : start + grad.numel()].view(grad.shape)
+    return part
 
 
 # _copy and _add multiply in a pass over the memory that they make anyway; only _multiply needs a pass of its own.
