@@ -46,6 +46,29 @@ def test_init_shutdown_init_works_in_one_process(world_size: int) -> None:
     assert run_ranks(cycles, world_size, init=None) == [[world_size] * 3] * world_size
 
 
+def ended_though_a_callback_fails() -> list[str]:
+    """What has run at a shutdown of which one callback is interrupted, and at the one of the run after it."""
+    ran = []
+
+    def interrupt() -> None:
+        ran.append("first")
+        raise KeyboardInterrupt
+
+    runtime.init_distributed(device="cpu")
+    runtime.current().at_shutdown += [interrupt, lambda: ran.append("second")]
+    with pytest.raises(KeyboardInterrupt):
+        runtime.shutdown()
+    assert not runtime.is_initialized()
+    runtime.init_distributed(device="cpu")
+    runtime.synchronize()
+    runtime.shutdown()
+    return ran
+
+
+def test_a_shutdown_ends_the_run_though_a_callback_fails() -> None:
+    assert run_ranks(ended_though_a_callback_fails, 2, init=None) == [["first", "second"]] * 2
+
+
 def settings_left_alone() -> bool:
     before = (
         torch.get_num_threads(),

@@ -246,21 +246,23 @@ def shutdown() -> None:
 
     Waits for nobody, so a rank that failed can leave. Another :func:`init_distributed` may follow.
     """
-    global _current
     if _current is None:
         return
     runtime = _current
     atexit.unregister(shutdown)
-    try:
+    with ExitStack() as last_first:  # runs all that it was given, in reverse order, even if something raises
+        last_first.callback(_disconnect, runtime)
+        for callback in reversed(runtime.at_shutdown):
+            last_first.callback(callback)
         runtime.registry.run_stopping(runtime)
-    finally:
-        for callback in runtime.at_shutdown:
-            callback()
-        _current = None
-        # Before the connections close, so that the others know why.
-        if runtime.calls is not None:
-            runtime.calls.close(_failure_under_way())
-        runtime.backend.close()
+
+
+def _disconnect(runtime: Runtime) -> None:
+    global _current
+    _current = None
+    if runtime.calls is not None:
+        runtime.calls.close(_failure_under_way())  # before the connections close, so that the others know why
+    runtime.backend.close()
 
 
 def current() -> Runtime:
