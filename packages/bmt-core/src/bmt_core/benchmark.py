@@ -33,8 +33,7 @@ _CALLS_ABOVE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The time of one operation at one size. ``bytes`` is S of the module's formulas, ``seconds`` t; bandwidths are bytes per
-    second."""
+    """The time of one operation at one size. ``bytes`` is S of the module's formulas, ``seconds`` t. Bandwidths: bytes/second."""
 
     operation: str
     ranks: int

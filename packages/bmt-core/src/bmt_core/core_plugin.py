@@ -43,7 +43,7 @@ def bmt_cli_commands() -> list[click.Command]:
 
 @hookimpl
 def bmt_run_started(runtime: Runtime) -> None:
-    """Enable torch's foreach and fused optimizers for distributed parameters; refuse torch's own wrappers; warn of plain steps."""
+    """Prepare torch for distributed parameters: fast optimizers accept them, DDP, FSDP and others refuse them, plain loops warn."""
     from bmt_core.modules.other_wrappers import refuse_other_wrappers
     from bmt_core.params.parameter import DistributedParameter
     from bmt_core.params.plain_steps import warn_of_plain_steps

@@ -91,8 +91,10 @@ class Launch:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE``; without the first two it is a run of one rank. Raises
-        :class:`ConfigError` if only one of these two is set, for values that are not numbers, and for a rank outside the world.
+        """Read ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE``; without the first two it is a run of one rank.
+
+        Raises :class:`ConfigError` if only one of these two is set, for values that are not numbers, and for a rank outside the
+        world.
 
         >>> Launch.from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
         Launch(rank=1, world_size=4, local_rank=1, local_world_size=4)

@@ -1,4 +1,4 @@
-"""Every private function of torch that bmt uses, under a name of bmt's. No other module of bmt uses private functions.
+"""Every private function of torch that bmt uses, under a name of bmt's. No other module of bmt uses one.
 
 A test of each says what breaks without it (``tests/test_torch_internals.py``), so that a new release of torch shows here first.
 Functions that are called once per block and pass are torch's own objects, without a wrapper, which would cost host time.
@@ -48,8 +48,7 @@ def accumulates(leaf: torch.Tensor) -> bool:
 
 
 def accumulates_at(node: torch.autograd.graph.Node | None) -> bool:
-    """:func:`accumulates` for the leaf whose ``AccumulateGrad`` node is ``node``; False if ``node`` is None (no gradient
-    needed)."""
+    """:func:`accumulates` for the leaf with the ``AccumulateGrad`` node ``node``; False for None: the leaf needs no gradient."""
     if node is None:
         return False
     try:
@@ -124,9 +123,7 @@ def swap_memory(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def register_foreach_type(kind: type[torch.Tensor]) -> None:
-    """Let torch's optimizers take their foreach and fused paths for tensors of class ``kind``, as DTensor does. May be called
-    twice.
-    """
+    """Let torch's optimizers take their foreach and fused paths for tensors of class ``kind``, as for DTensor. Repeatable."""
     for types in _foreach_types():
         if kind not in types:
             types.append(kind)
@@ -152,8 +149,7 @@ def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
 
 
 def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], None]:
-    """Call ``check(needs, tensor)`` before functions of ``torch.nn.init`` that use a tensor's sizes; return a function that undoes
-    this.
+    """Call ``check(needs, tensor)`` before functions of ``torch.nn.init`` that use sizes; return a function that undoes this.
 
     ``needs`` is a text that says what the rule needs. Xavier's and Kaiming's rules are hooked in the one function that computes
     their fans, because a program may have imported the rules by name before.
@@ -173,7 +169,7 @@ def before_fsdp(check: Callable[[str, Iterable[nn.Module]], None]) -> Callable[[
     This hooks ``FullyShardedDataParallel``, ``fully_shard``, and the ``replicate`` that is built on it, inside of these functions,
     because a program may have imported them by name before.
     """
-    # Not at the top: this takes a second, which torch takes anyway at the first optimizer.
+    # Not at the top: these imports take a second, which torch takes anyway at the first optimizer.
     from torch.distributed._composable import replicate_with_fsdp
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -202,8 +198,7 @@ def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
 
 
 def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[], None]:
-    """Call ``check`` with the arguments of the function ``owner.name`` before each of its calls; return a function that undoes
-    this."""
+    """Call ``check`` with the arguments of each call of ``owner.name``, before it; return a function that undoes this."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -228,8 +223,7 @@ def stream_address(device: int) -> int:
 def make_process_group(
     ranks: Sequence[int], rank: int, *, backend: str, store: dist.Store, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Return the process group of ``ranks``, of which this process is ``rank``. Only the members call it, all with the same
-    ``name``.
+    """Return the process group of ``ranks``, of which this process is ``rank``. Only members call it, all with one ``name``.
 
     ``torch.distributed.new_group`` numbers groups by counting those that this process knows: members that have made
     different numbers of groups before would wait for each other under different names.

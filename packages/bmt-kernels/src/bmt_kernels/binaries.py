@@ -53,6 +53,7 @@ def _why_left_out(name: str) -> str | None:
 
 def is_cut_off(path: Path) -> bool:
     """Whether ``path`` is a truncated library of Linux (ELF, 64 bits), as a full disk leaves it. Loading it would end the process.
+
     The table of sections is the last thing in such a file, and the header says where it is.
     """
     with path.open("rb") as file:

@@ -1,7 +1,8 @@
-"""Tests once whether Adam for float32 parameters equals torch's in every bit on this processor. That depends on the formula, on the
-products and sums that torch's kernels round together (instruction sets differ), and on the square root (see [Note: torch's square
-root] in ``csrc/cpu/square_root.h``). If it does not, float32 parameters are left to the reference, because ``AdamOptimizer``
-promises the results of ``torch.optim.Adam``.
+"""Tests once whether Adam for float32 parameters equals torch's in every bit on this processor.
+
+That depends on the formula, on the products and sums that torch's kernels round together (instruction sets differ), and on the
+square root (see [Note: torch's square root] in ``csrc/cpu/square_root.h``). If it does not, float32 parameters are left to the
+reference, because ``AdamOptimizer`` promises the results of ``torch.optim.Adam``.
 """
 
 from __future__ import annotations

@@ -52,14 +52,14 @@ def number_at(name: str, number: torch.Tensor | None, device: torch.device) -> i
 
 
 def as_flag(name: str, flag: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``flag`` in a dtype that kernels can read, bytes or float32, without a wait for its value."""
+    """Return ``flag`` in a dtype that kernels can read, bytes or float32, without waiting for its value."""
     check_one_element(name, flag)
     check_device(name, flag, device)
     return flag if flag.dtype in (*BYTE_FLAGS, torch.float32) else flag.ne(0)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in any order of dimensions, and are stored with their own sign.
+    """Whether the elements fill one piece of memory, in any order of dimensions, and are not stored negated.
 
     >>> x = torch.empty(4, 6)
     >>> is_dense(x), is_dense(x.t()), is_dense(x[:, :5]), is_dense(x[:1].expand(4, 6))

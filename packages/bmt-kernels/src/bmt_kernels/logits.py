@@ -75,8 +75,9 @@ def cross_entropy_backward_(
     first_class: int = 0,
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Like :func:`bmt_core.ops.reference.cross_entropy_backward`, but write the gradient into ``logits`` and return them. Each
-    logit is read once and written once. Nobody, autograd included, may need the old logits afterwards.
+    """Like :func:`bmt_core.ops.reference.cross_entropy_backward`, but write the gradient into ``logits`` and return them.
+
+    Each logit is read once and written once. Nobody, autograd included, may need the old logits afterwards.
 
     >>> x, target, one = torch.zeros(1, 2), torch.tensor([0]), torch.ones(1)
     >>> cross_entropy_backward_(x, target, torch.zeros(1), torch.full((1,), 2.0).log(), one, one, None)

@@ -14,7 +14,9 @@ from bmt_kernels.launcher import Binary, Where
 
 
 class CompiledKernels(KernelProvider):
-    """Checks the operations' arguments and passes addresses to a compiled module. Cases without a kernel (float64 parameters,
+    """Checks the operations' arguments and passes addresses to a compiled module.
+
+    Cases without a kernel (float64 parameters,
     logits with gaps between classes, gradients in another layout than their parameter, ...) are left to the reference. Arguments
     that the reference does not take raise.
     """

@@ -11,8 +11,10 @@ from bmt_core.run.runtime import current, is_initialized
 
 
 def create(name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
-    """Return a new optimizer over ``params``, of the class that an installed package offers as ``name``. ``options`` are passed to
-    its constructor. Raises :class:`PluginError` for an unknown name. Works before ``init_distributed()`` too.
+    """Return a new optimizer over ``params``, of the class that an installed package offers as ``name``.
+
+    ``options`` are passed to its constructor. Raises :class:`PluginError` for an unknown name. Works before
+    ``init_distributed()`` too.
 
     >>> create("adam", [torch.nn.Parameter(torch.zeros(1))], lr=0.1).param_groups[0]["lr"]
     0.1

@@ -46,8 +46,7 @@ def kernels_for(tensors: Iterable[torch.Tensor], device: torch.device) -> Kernel
 
 
 def host_kernels() -> Kernels:
-    """Return kernels for work on the host, whatever the run's device: compiled ones if there are any and ``BMT_KERNELS`` allows
-    them."""
+    """Return kernels for work on the host, whatever the run's device: compiled ones, if any, that ``BMT_KERNELS`` allows."""
     host = torch.device("cpu")
     if not is_initialized() or current().device.type == "cpu":
         return kernels_on(host)

@@ -27,8 +27,7 @@ class ManagedOptimizer(ABC):
     param_groups: list[dict[str, Any]]
 
     skips_on_device: ClassVar[bool] = False
-    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag and does not call ``step`` if it is
-    set."""
+    """Whether :meth:`step` understands ``found_inf``. If not, the manager reads the flag, and calls ``step`` only if it is 0."""
 
     @abstractmethod
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
@@ -47,8 +46,8 @@ class ManagedOptimizer(ABC):
     ) -> AbstractContextManager[object]:
         """Return a context in which the manager multiplies the gradients of ``parameters`` by ``factor``, on the device.
 
-        If ``factor`` is None, the manager sets them to zero inside if the step will be skipped. An optimizer that has copied
-        gradients can multiply its copies and need not copy again.
+        If ``factor`` is None, the manager sets them to zero in the context if the step will be skipped. An optimizer that has
+        copied gradients can multiply its copies and need not copy again.
         """
         return _NOTHING
 
@@ -61,14 +60,16 @@ class ManagedOptimizer(ABC):
         """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
 
     def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
-        """Return why this optimizer cannot load the state of a parameter of ``shape``; None if it can. ``shapes`` has the shapes of
-        the state's tensors, and None for other values. Called before anything is loaded.
+        """Return why this optimizer cannot load the state of a parameter of ``shape``; None if it can.
+
+        ``shapes`` has the shapes of the state's tensors, and None for other values. Called before anything is loaded.
         """
         return None
 
     def complaint_about_options(self, options: Mapping[str, Any]) -> str | None:
-        """Return why the saved ``options`` of a group cannot be this optimizer's; None if they can. Options of another version may
-        lack keys or have more; options that do both are another optimizer's.
+        """Return why the saved ``options`` of a group cannot be this optimizer's; None if they can.
+
+        Options of another version may lack keys or have more; options that do both are another optimizer's.
         """
         here = set().union(*self.param_groups)
         missing, extra = sorted(here - set(options) - _NOBODYS), sorted(set(options) - here - _NOBODYS)

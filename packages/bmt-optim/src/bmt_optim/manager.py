@@ -245,11 +245,12 @@ class OptimManager:
         self._report_skip()
 
     def state_dict(self, gather_opt: bool = False, *, named_parameters: Named | None = None) -> dict[str, Any]:
-        """Return everything but the parameters that a resumed training needs to go on bit for bit. By default that is this rank's
-        part, for the same rank at the same world size; nothing is communicated. ``gather_opt``: the optimizer state is whole, by
-        parameter name, loadable at any world size; it is collected on rank 0, tensor by tensor, and empty on all others. Names come
-        from ``named_parameters`` (``model.named_parameters()``), else from optimizers that were given names, else they are
-        positions in the optimizers. Collective.
+        """Return everything but the parameters that a resumed training needs to go on bit for bit.
+
+        By default that is this rank's part, for the same rank at the same world size; nothing is communicated. With ``gather_opt``
+        the optimizer state is whole, by parameter name, loadable at any world size: collected on rank 0, tensor by tensor, and
+        empty on all others; collective. Names come from ``named_parameters`` (``model.named_parameters()``), else from optimizers
+        that were given names, else they are positions in the optimizers.
         """
         common = self._common_state()
         if gather_opt:

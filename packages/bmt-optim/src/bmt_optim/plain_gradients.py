@@ -52,9 +52,8 @@ class PlainGradients:
             return
         is_local = self._local_on_any_rank(plain, group)
         unsummed = [p for p, summand in zip(plain, is_local, strict=True) if summand]
-        if (
-            unsummed and not self._are_compared and divisor != group.size
-        ):  # the mean of equal gradients would change nothing
+        # With divisor == group.size the result is the mean, which leaves gradients that are equal already as they are.
+        if unsummed and not self._are_compared and divisor != group.size:
             self._are_compared = True
             _warn_if_alike(unsummed, group)
         for bucket in _buckets(unsummed):
@@ -89,8 +88,7 @@ class PlainGradients:
 
 
 def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
-    """Warn, on rank 0, if all gradients have equal norms on all ranks and not all are zero. Collective; the host waits for the
-    device."""
+    """Warn on rank 0 if each gradient has one norm on all ranks, and not all are 0. Collective; the host waits for the device."""
     norms = torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in parameters], dtype=torch.float64)
     extremes = torch.stack([norms, -norms])
     group.all_reduce(extremes, "max").wait()

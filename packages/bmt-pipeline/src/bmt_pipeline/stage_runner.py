@@ -112,7 +112,7 @@ class StageRunner:
         self._postponed: dict[_Key, PostponedGradients] = {}
         self._due: list[list[PostponedGradients]] = [[] for _ in parts]  # by chunk: see [Note: joined products]
         self._joins: dict[int, int] = {}  # by chunk: how many micro-batches are joined in one product
-        self._left = [schedule.micro_batches for _ in parts]  # by chunk: weight gradients that are not due yet
+        self._left = [schedule.micro_batches for _ in parts]  # by chunk: how many weight gradients are not due yet
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute ``actions``, the next ones of the stage's order. An exception of the model becomes :attr:`error`."""
@@ -216,8 +216,7 @@ class StageRunner:
             postponed.compute()
 
     def _number_to_join(self, first: PostponedGradients) -> int:
-        """Return the number of micro-batches whose weight gradients are computed as one product; ``first`` has those of one
-        micro-batch."""
+        """Return how many micro-batches' weight gradients to compute as one product; ``first`` has those of one of them."""
         schedule = self._schedule
         fills_waits = any(action.kind is Kind.WEIGHT_GRADIENT for action in schedule.orders[self._stage])
         if fills_waits and schedule.micro_batches < 2 * schedule.stages:

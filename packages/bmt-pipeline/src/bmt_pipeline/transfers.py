@@ -53,7 +53,7 @@ class Transfers:
     def send_layout(self, layout: Any, destination: int) -> None:
         """Start to send the layout of the tensors that follow to the stage ``destination``.
 
-        This does not wait for that stage, because both could block: it may wait for this stage to receive other tensors first.
+        This does not wait for that stage, which may itself be waiting for this stage to receive other tensors.
         """
         with waiting_for([destination], f"to take what stage {self._stage} sends"):
             self._sent.append((SentObject(layout, self._group, destination), None, destination))
@@ -97,8 +97,7 @@ class Transfers:
                 mark.wait()
 
     def _connect(self, edge: tuple[int, int]) -> None:
-        """Make a first transfer over ``edge`` now, because NCCL's first transfer between two ranks blocks both hosts until both
-        take part."""
+        """Make a first transfer over ``edge`` now: NCCL's first one between two ranks blocks each host until both take part."""
         if self._stage in edge:
             lane, group = self._lane(edge)
             source, destination = edge

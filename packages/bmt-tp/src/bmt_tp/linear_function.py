@@ -87,9 +87,9 @@ def parallel_linear(
     which is formed with the other reductions for a :class:`DistributedParameter` that is not local along ``tp``.
 
     Rows are transferred while products are computed, in up to ``chunks`` pieces per rank, each large enough to keep a GPU busy;
-    with None bmt chooses their number. In forward each rank receives (W - 1)/W * T * I elements if rows are gathered, and (W - 1)/W
-    * T * O if the output is scattered. Backward sends the gradients in the opposite direction and gathers the input again.
-    Collective over the group. With one rank it is ``torch.nn.functional.linear``.
+    with None bmt chooses their number. In forward each rank receives (W - 1)/W * T * I elements if rows are gathered, and
+    (W - 1)/W * T * O if the output is scattered. Backward sends the gradients in the opposite direction and gathers the input
+    again. Collective over the group. With one rank it is ``torch.nn.functional.linear``.
 
     What backward communicates depends on whether the input and the weight require gradients, so this must be the same on all ranks
     of the group.

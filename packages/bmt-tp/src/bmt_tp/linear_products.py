@@ -45,8 +45,7 @@ def column_backward(
     wanted: tuple[bool, bool, bool],
     writer: GradientWriter | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`column_forward`. The input gradient is summed over ranks while the weight gradient is
-    computed."""
+    """Return the gradients of :func:`column_forward`. The weight gradient is computed while ranks sum the input gradient."""
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
     gathered = GatheredRows(rows) if gather_input and for_weight else None

@@ -31,7 +31,7 @@ MIN_ROWS = 4096
 FEW_ROWS = 2048
 """With fewer rows per rank, a rank may wait for a transfer and compute one product, instead of one for each rank's rows.
 
-The time of such short products is that of the host's calls. Where rows are gathered, this is done only if the gradient of
+Such products are so short that the host's calls determine the time. Where rows are gathered, this is done only if the gradient of
 the weight needs all rows in one tensor anyway.
 """
 

@@ -25,8 +25,8 @@ def own_rows(x: torch.Tensor) -> torch.Tensor:
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
     """Gather the rows (T/W, ...) of each rank into all rows (T, ...).
 
-    For inputs of code that computes the same on all ranks: backward takes this rank's rows of the gradient. Collective. Volume: (W
-    - 1)/W of the result.
+    For inputs of code that computes the same on all ranks: backward takes this rank's rows of the gradient. Collective.
+    Volume: (W - 1)/W of the result.
     """
     gathered: torch.Tensor = _GatherRows.apply(x, tensor_group())  # type: ignore[no-untyped-call]
     return gathered

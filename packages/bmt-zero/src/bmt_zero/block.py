@@ -164,8 +164,7 @@ class Block(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Hugging Face's switch: setting it switches the block's recomputation. It reads False, so that the layer does not
-        recompute too."""
+        """Whether the layer itself recomputes, for Hugging Face's models: False. Setting it switches the block's recomputation."""
         return False
 
     @gradient_checkpointing.setter

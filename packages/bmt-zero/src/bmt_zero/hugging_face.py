@@ -30,8 +30,9 @@ def with_own_caches(arguments: Any) -> Any:
 
 
 def without_cache_in_recomputation(module: nn.Module) -> None:
-    """Make ``module`` build no cache in training with blocks that recompute, unless the call passes ``use_cache``. A cache would
-    keep the keys and values of every layer until backward, memory that recomputation is to save.
+    """Make ``module`` build no cache in training with blocks that recompute, unless the call passes ``use_cache``.
+
+    A cache would keep the keys and values of every layer until backward: memory that recomputation is meant to save.
     """
     names = list(inspect.signature(module.forward).parameters)
     if "use_cache" in names and getattr(getattr(module, "config", None), "use_cache", False):

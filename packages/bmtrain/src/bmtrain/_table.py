@@ -1,5 +1,4 @@
-"""``TABLE``: the origin of the facade's names, as module → name → :class:`Home`; ``OLD_PATHS``: the same for BMTrain's other
-modules.
+"""``TABLE``: the origin of the facade's names, as module → name → :class:`Home`; ``OLD_PATHS``: that of BMTrain's other modules.
 
 ``tools/facade_stubs.py`` writes the stubs (``*.pyi``) from ``TABLE``. A test compares the table, the stubs and the packages.
 """

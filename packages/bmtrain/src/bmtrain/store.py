@@ -50,7 +50,7 @@ def _save_to_infer_model(
     """Give the first rank of every host the state dict of ``model``, in its ``infer_model``. Collective.
 
     Calls ``infer_model.load_layer_state_dict(state)`` with the state of each layer of a ``TransformerBlockList``, and last with all
-    other tensors, added to ``destination``. Each tensor is in host memory until the call that gets it returns.
+    else, added to ``destination``. At first the whole state dict is in host memory; a layer's tensors leave it after their call.
     """
     state = _save_to_local_rank0(model, None, prefix)
     if not _is_first_of_host():

@@ -84,8 +84,7 @@ def wait_for_saves() -> None:
 
 
 def finish_last_save(before: str) -> None:
-    """Like :func:`wait_for_saves`, with errors that name what it was called before: ``before`` is "loading model.pt", for
-    example."""
+    """Like :func:`wait_for_saves`. Errors name the operation that waits, ``before``, for example "loading model.pt"."""
     what = f"a checkpoint in the background, before {before}" if before else "a checkpoint in the background"
     with off_meta_device(), collective_section(world_group(), what):
         join_last_save()

@@ -79,8 +79,7 @@ class _Reader(CheckpointReader):
         return None
 
     def _extra_states(self, entries: dict[str, TensorEntry | None]) -> dict[str, Any]:
-        """Remove the extra states from ``entries`` and return them. If one is a dict, the library has stored its values one by
-        one."""
+        """Remove the extra states from ``entries`` and return them. The library stores each value of a dict by itself."""
         found: dict[str, Any] = {}
         for name, path in dict(self._metadata.planner_data or {}).items():
             if name not in entries or not str(path[0]).endswith(EXTRA_STATE):

@@ -80,7 +80,7 @@ class DirectorySave:
         return self._folder / f".{name}{self._ending}"
 
     def _make_files(self) -> _Plan:
-        """Create the files, empty and of their final size, and return the plan that all ranks need. Called on rank 0."""
+        """Create the files in their final sizes, without values, and return the plan that all ranks need. Called on rank 0."""
         self._layouts = [FileLayout(part) for part in _divided(self._state.index, min(world_group().size, _MOST_FILES))]
         self._names = _free_names(self._folder, len(self._layouts))
         # Random digits: a rank that finds a file of this name shares the disk of rank 0, and the file is of this save.
@@ -178,8 +178,7 @@ def _divided(index: Index, count: int) -> list[Index]:
 
 
 def _free_names(folder: Path, count: int) -> list[str]:
-    """Create ``folder`` if needed, and return ``count`` file names that are free in it: ``model-...``, or ``model-2-...`` and so
-    on."""
+    """Create ``folder`` if needed; return ``count`` file names that are free in it: ``model-...``, or else ``model-2-...``, ..."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         present = {path.name for path in folder.iterdir()}

@@ -88,9 +88,8 @@ def save_checkpoint(
     with ExitStack() as stack:
         with collective_section(world_group(), what):
             join_last_save()
-            stack.enter_context(
-                _removed_on_failure(temporary)
-            )  # after join_last_save(): no other save writes there now
+            # After join_last_save(): no other save writes there now.
+            stack.enter_context(_removed_on_failure(temporary))
             local_states = {MODEL: LocalState.of_model(model, is_snapshot=non_blocking)}
             check_entries(local_states[MODEL].entries)
             if world_group().rank == 0:
@@ -165,7 +164,8 @@ def _training_state(
     folder: Path, model: nn.Module, manager: Any, step: int, extra: Any
 ) -> tuple[dict[str, Any], LocalState | None]:
     """Return the content of ``training.pt``, and this rank's parts of the optimizer's tensors (None if no rank has any).
-    Collective. For a manager with one state for each rank, this writes the rank's state.
+
+    Collective. If the manager has one state for each rank, this function also writes this rank's state to ``folder``.
     """
     group, kind = world_group(), kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None

@@ -1,5 +1,4 @@
-"""``WholeState``: the tensors of a model or an optimizer over all ranks. It yields this rank's parts, or whole tensors one by
-one."""
+"""``WholeState``: a model's or an optimizer's tensors over all ranks: gives this rank's parts, or whole tensors one by one."""
 
 from __future__ import annotations
 
@@ -147,7 +146,7 @@ class WholeState:
         """Make the index. Collective. If that fails on one rank, all ranks raise an error that names ``what``."""
         self._values = local.values
         self._group, self._first_owners = _owners(local)
-        if self._group.size == 1:  # then so it is on every rank: each has all tensors, and there is nothing to compare
+        if self._group.size == 1:  # on every rank, because each has all tensors; there is nothing to compare
             self._holders = dict.fromkeys(local.entries, 0)
             self.index = Index(entries=local.entries, metadata=local.metadata)
             return
@@ -183,8 +182,7 @@ class WholeState:
             raise failure
 
     def own_parts(self) -> list[OwnPart]:
-        """Return this rank's parts for a save in which all ranks write. Together they have every element once. Communicates
-        nothing."""
+        """Return this rank's parts for a save by all ranks, which together have every element once. Communicates nothing."""
         parts = []
         rank = world_group().rank
         for name, entry in self.index.own_tensors.items():
@@ -194,7 +192,7 @@ class WholeState:
             parameter = _like(value)
             own: slice | None = None
             if isinstance(parameter, DistributedParameter):
-                if parameter.numel() == 0:  # on many ranks, most parts are empty
+                if parameter.numel() == 0:  # with many ranks, most parts are empty
                     continue
                 own, ranges = parameter.saved_elements()
                 if own.start >= own.stop:
@@ -219,8 +217,7 @@ class WholeState:
         return whole.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
-        """Gather the tensor on ``rank`` of the world and return it; on other ranks None. If it is not distributed, return this
-        rank's value."""
+        """Return the tensor, gathered on ``rank`` of the world, None on others; if it is not distributed, this rank's value."""
         value = self._values.get(name)
         if isinstance(value, TensorPart):
             part, parameter, shape = value.value(), value.parameter, value.shape
@@ -295,8 +292,7 @@ def write_whole(target: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor | None]]:
-    """Yield (name, module, tensor) for every key that ``load_state_dict`` sets; ties under every name, extra state with tensor
-    None."""
+    """Yield (name, module, tensor) for every key that ``load_state_dict`` sets: every name of a tie; extra state with None."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]

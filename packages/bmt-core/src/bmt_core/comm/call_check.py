@@ -90,8 +90,9 @@ class GroupCalls:
         return self._enter(text + _names.shown, compared=text + _names.compared)
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
-        """Like :meth:`enter`, for a call on a GPU; return when all members have entered it. After the group's first calls, do
-        nothing.
+        """Like :meth:`enter`, for a call on a GPU; return when all members have entered it.
+
+        Does nothing once the first calls of the group are checked.
         """
         if self._device_calls_left > 0:
             self._device_calls_left -= 1
@@ -103,7 +104,7 @@ class GroupCalls:
         self._meet(self._enter(text + _names.shown, compared=text))
 
     def wait(self, call: Call, work: dist.Work) -> None:
-        """Wait for ``work``, which ``call`` has started on the CPU."""
+        """Wait for ``work``, the operation of ``call`` on the CPU."""
         begin = time.monotonic()
         self._watch.begin_wait(call)
         try:
@@ -138,9 +139,10 @@ class GroupCalls:
         return call
 
     def _first_entry(self, number: int, compared: str, shown: str) -> tuple[int, str] | None:
-        """Return (rank, shown text) of the rank that entered the call first if its text differs from ``compared``, else None. A
-        slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every rank remembers what it last saw in
-        the slot, so one ``compare_set`` either replaces that or returns the entry of a faster rank.
+        """Return (rank, shown text) of the rank that entered the call first if its text differs from ``compared``, else None.
+
+        A slot holds the first rank's entry until the call :data:`_SLOTS` later replaces it. Every rank remembers what it last saw
+        in the slot, so one ``compare_set`` either replaces that or returns the entry of a faster rank.
         """
         slot = number % _SLOTS
         seen = _Entry.of(self._slots[slot])

@@ -282,8 +282,7 @@ class TorchBackend(CommBackend):
         return process_group
 
     def _connect_devices(self, process_group: Any) -> None:
-        """Make NCCL connect all members now. Otherwise it would do so in the first operation, which may be a send between two of
-        them."""
+        """Make NCCL connect all members now, not in the first operation, which may be a send between only two of them."""
         if self.context.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 

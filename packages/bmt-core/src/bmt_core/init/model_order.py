@@ -1,5 +1,4 @@
-"""``ModelOrder``: initialises a model whose layers are on several ranks, in the order and with the random numbers of one
-process."""
+"""``ModelOrder``: initialises layers that are on several ranks in the order and with the random numbers of one process."""
 
 from __future__ import annotations
 

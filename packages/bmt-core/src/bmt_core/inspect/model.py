@@ -75,8 +75,7 @@ def _rows_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _places_in_model(every: Iterable[torch.Tensor], found: Mapping[str, torch.Tensor]) -> dict[str, _Place]:
-    """Return the places of the parameters that this rank and other stages have ``found``, in the whole model's order.
-    Collective."""
+    """Return the places of the parameters ``found`` on this and other stages, in the whole model's order. Collective."""
     owners = group_of_owners(every)
     own = {
         name: _Place(tuple(whole_shape(p)), isinstance(p, DistributedParameter), own_axes([p]))

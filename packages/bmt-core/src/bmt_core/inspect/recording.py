@@ -13,11 +13,11 @@ import torch
 from bmt_core.inspect.statistics import joined, moments, row
 from bmt_core.torch_internals import backward_pass, never_compiled
 
-_OUTSIDE = 1 << 62  # the part's number of what is recorded outside of parts: it comes after all parts of the call
+_OUTSIDE = 1 << 62  # the number for tensors recorded outside of parts: it sorts them after all parts of the call
 
 
 class Section(NamedTuple):
-    """A place in the model's order: the number of :class:`BatchParts` made before, and the part."""
+    """A place in the model's order: how many :class:`BatchParts` had been made by then, and the number of the part."""
 
     call: int
     part: int
@@ -107,7 +107,7 @@ class Recording:
 class BatchParts:
     """One call of a model, or of a list of layers, that a schedule runs by parts and micro-batches.
 
-    It lets recorded tensors be put together: micro-batches are joined, and parts are put in the model's order. Every rank
+    With it, recorded tensors are put together: micro-batches are joined, and parts are put in the model's order. Every rank
     makes one at the beginning of each such call, and surrounds the forward of each of its parts by :meth:`forward`, in the
     order of the micro-batches.
     """

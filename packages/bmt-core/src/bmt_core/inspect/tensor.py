@@ -45,8 +45,7 @@ class TensorInspector:
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """The statistics of this rank's tensors alone, in the form of :meth:`get_summary`, with each ``tensor``. Communicates
-        nothing."""
+        """This rank's statistics alone, in the form of :meth:`get_summary`, with each ``tensor``. Communicates nothing."""
         named = list(self._recording.named())
         return [
             {"name": name, **_described([_part_of(recorded)]), "tensor": recorded.tensor} for name, recorded in named

@@ -2,8 +2,8 @@
 
 [Note: targets out of range]
 A target outside the classes must be an error, and finding it must not stall the device. On the CPU it raises at once. On CUDA no
-memory is read for it; the loss of its row and the gradient of that row's logits are NaN, so that ``OptimManager`` skips the step;
-and the module raises in the first backward or forward pass that finds the flag on the host.
+memory is touched for it; the loss of its row and the gradient of that row's logits are NaN, so that ``OptimManager`` skips the
+step; and the module raises in the first backward or forward pass that finds the flag on the host.
 """
 
 from __future__ import annotations
@@ -226,11 +226,11 @@ def _over_vocabulary(
     target_log_prob: torch.Tensor,
     log_prob_sum: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return this slice's share of the softmax, and the two log probabilities over the whole vocabulary. Collective over the tp
-    group.
+    """Return this slice's share of the softmax, and log p of the target and the sum of all log p over the whole vocabulary.
 
     Two all-reduces: the largest logit M of each row; then the sums of exp(x - M), of x_target - M and, with label smoothing,
     of weight_c * (x_c - M), to each of which every rank adds the terms of its slice. Large logits cost no precision.
+    Collective over the tp group.
     """
     largest = row_max.clone()
     rows.vocabulary.all_reduce(largest, "max")

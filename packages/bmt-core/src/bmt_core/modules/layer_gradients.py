@@ -60,8 +60,7 @@ class GradientPlaces(Protocol):
 
 
 class RunningBackward:
-    """``places`` of the block whose backward runs; None if none does. Not thread-local: on GPUs autograd runs in threads of its
-    own."""
+    """``places`` of the block whose backward runs, if one does. Shared by threads: on GPUs autograd runs in its own threads."""
 
     places: GradientPlaces | None = None
 

@@ -1,5 +1,4 @@
-"""``module_call``: the outermost call of a bmt module. Inside, parameters are gathered once, and each rank draws random numbers of
-its own."""
+"""``module_call``: the outermost call of a bmt module, with parameters gathered once and random numbers of the rank's own."""
 
 from __future__ import annotations
 

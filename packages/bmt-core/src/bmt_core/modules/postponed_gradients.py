@@ -30,7 +30,7 @@ class PostponedPart(Protocol):
         """Bytes of the sum that is needed if the gradients of several passes are computed separately."""
 
     def take_over(self, other: Self) -> None:
-        """Take the products of ``other``, which has the same parameters, to compute them together with this part's."""
+        """Take over the gradients of ``other``, which has the same parameters, to compute them together with this part's."""
 
     def check(self) -> None:
         """Raise if the gradients cannot be computed any more."""

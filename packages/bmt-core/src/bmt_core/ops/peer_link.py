@@ -15,8 +15,7 @@ class PeerLink(Protocol):
     """
 
     def shared(self, address: int, /) -> tuple[bytes, int]:
-        """Return a handle by which another process can open the allocation around ``address``, and the offset of ``address`` in
-        it."""
+        """Return a handle by which another process opens the allocation around ``address``, and the offset of ``address``."""
 
     def opened(self, handle: bytes, /) -> int:
         """Open the allocation of another process by its ``handle``; return its address in this process."""

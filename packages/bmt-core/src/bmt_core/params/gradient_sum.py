@@ -4,8 +4,8 @@
 gradients in a half type stalls (1 + 256 is 256 in bfloat16). So from the second gradient on the running sum is kept in
 float32, and ``p.grad`` is this sum, rounded. A single gradient needs no such sum. The sum is valid only while ``p.grad``
 is unchanged. If the user has set ``p.grad`` to None, zeroed it, or clipped it in place, the sum starts again from ``p.grad``.
-So both forms of ``zero_grad`` work, of any optimizer. The float32 sum goes with the gradients: a :class:`GradientSum` of other
-parameters, or of fewer, that is the next to add to one of them adds to its float32 sum.
+So both forms of ``zero_grad`` work, those of a model and of any optimizer. The float32 sum goes with the gradients: if a
+:class:`GradientSum` of other parameters, or of fewer, is the next to add to one of them, it adds to that float32 sum.
 
 [Note: when .grad appears] A reduction runs in a lane while the backward pass goes on. Autograd adds to ``.grad`` on the
 computation's stream, and must not touch memory that the lane still writes. So :meth:`GradientSum.take` sets ``.grad`` to None for

@@ -11,12 +11,11 @@ import torch
 from bmt_core.run.lanes import Mark
 
 ReductionWatcher = Callable[[torch.Tensor, Mark], None]
-"""Called with the flat tensor of which the parameters' ``.grad`` will be views, and the mark after which its values are
-complete."""
+"""Called with the flat tensor of which the ``.grad`` will be views, and the mark after which its values are complete."""
 
 
 class ParameterOwner(Protocol):
-    """Keeps the parts of several parameters in one tensor, and gathers and reduces them: of a Block, or of all outside of Blocks.
+    """Keeps the parts of several parameters, those of a Block or some outside of Blocks, in one tensor; gathers and reduces them.
 
     A parameter refers to its owner by ``owner_reference``; :func:`owner_of` returns the owner itself.
     """
@@ -43,8 +42,7 @@ class ParameterOwner(Protocol):
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the whole ``parameter``, part of the graph, if the owner has gathered it for the current outermost call.
 
-        Called when a parameter outside of Blocks is read. If this returns None, the caller gathers the parameter alone. Not
-        collective.
+        Called when a parameter outside of Blocks is read. On None the caller gathers the parameter alone. Not collective.
         """
 
 

@@ -113,7 +113,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     @property
     def full_shape(self) -> torch.Size:
-        """Shape of the tensor that is sharded over :attr:`shard_group`; if the parameter is cut, this is one slice of it."""
+        """Shape of the tensor that is sharded over :attr:`shard_group`: this rank's slice, if the parameter is cut."""
         return self._shard.shape
 
     @property
@@ -129,8 +129,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     @property
     def ds_shape(self) -> torch.Size:
-        """DeepSpeed's name of :attr:`whole_shape`, from which PEFT and other libraries take the size of what they add to a sharded
-        layer."""
+        """DeepSpeed's name of :attr:`whole_shape`. PEFT and other libraries read it to size what they add to a layer."""
         return self.whole_shape
 
     @property
@@ -145,8 +144,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     @property
     def is_part(self) -> bool:
-        """Whether other ranks hold other elements of it, or other layers of the model, so that a norm over this rank is not the
-        model's."""
+        """Whether other ranks hold other elements or other layers, so that a norm over this rank is not the model's."""
         if self._is_lent or self.is_sharded:
             return not self._is_lent
         local = [place.axis for place in self.locality if place.is_own or place.split_dim is not None]
@@ -197,8 +195,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return whole
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather a tensor that is sharded like this parameter, such as optimizer state; return it in :attr:`full_shape`.
-        Collective.
+        """Gather a tensor that is sharded like this parameter, such as optimizer state, in :attr:`full_shape`. Collective.
 
         ``part`` is this rank's part of that tensor. If every rank holds all of it (one rank, ZeRO level 0), a view is returned.
         """
@@ -214,15 +211,16 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         return whole
 
     def gather_on(self, rank: int, part: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world; None on others. ``rank`` must have a
-        part. ``part`` is this rank's part of another tensor that is sharded like this parameter, which is gathered instead.
+        """Return the whole tensor, of :attr:`whole_shape`, detached, on ``rank`` of the world, which has a part; None on others.
+
+        With ``part``, this rank's part of another tensor that is sharded like this parameter, that tensor is gathered instead.
         Collective over the ranks that have a part. Each part is sent once, whereas :meth:`gather_all` sends it to all ranks.
         """
         with torch.no_grad():
             if self._cuts():
                 whole = self.gather_all() if part is None else self.gather_all_like(part)
                 return whole if current().rank == rank else None
-            if rank not in self.shard_group.ranks:  # rank gets the same values in another group
+            if rank not in self.shard_group.ranks:  # ``rank`` gets the same values in another group
                 return None
             self.wait_for_updates()
             own = self.detach() if part is None else part
@@ -455,8 +453,7 @@ def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
 
 
 def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
-    """Add ``reduced``, this rank's complete part of the summed gradient, to ``.grad``; or return it if autograd must add it
-    itself."""
+    """Add ``reduced``, this rank's part of the summed gradient, to ``.grad``; or return it if autograd must use it itself."""
     gradient = parameter._gradient_sum()
     if not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]

@@ -75,9 +75,7 @@ class Shard:
         return self.joined(gathered)
 
     def assemble_on(self, root: int, part: torch.Tensor) -> torch.Tensor | None:
-        """Send every rank's ``part`` to rank ``root`` of the group. Collective. Returns the whole, of ``shape``, on ``root``, and
-        None on others.
-        """
+        """Send every rank's ``part`` to rank ``root`` of the group, and return the whole there, None on others. Collective."""
         if self.replicated or self.group.size == 1:
             return part.reshape(self.shape) if self.group.rank == root else None
         own = part.contiguous()
@@ -108,8 +106,9 @@ class Shard:
             row[: end - start] = full[start:end]
 
     def reduce(self, full: torch.Tensor, divisor: int = 1) -> torch.Tensor:
-        """Sum every rank's ``full``, half types in float32, divide by ``divisor``, and return this rank's part. Collective. The
-        result is float32 if ``full`` is of a half type.
+        """Sum every rank's ``full``, half types in float32, divide by ``divisor``, and return this rank's part. Collective.
+
+        The result is float32 if ``full`` is of a half type.
         """
         full = full.reshape(-1).contiguous()  # autograd hands out expanded tensors too
         wide = summation_dtype(full.dtype)
@@ -157,7 +156,7 @@ def _contiguous(ranges: Sequence[tuple[int, int]], longest: int) -> bool:
 
 
 def ranges_within(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Take the elements in the ranges ``outer`` one after another, and of these the ranges ``inner``; return their own ranges.
+    """Join the elements in the ranges ``outer``, take the ranges ``inner`` of these, and return where the taken ones are.
 
     >>> ranges_within([(2, 4), (8, 10)], [(1, 3)])
     [(3, 4), (8, 9)]

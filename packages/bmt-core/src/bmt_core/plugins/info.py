@@ -10,8 +10,7 @@ from bmt_core.errors import PluginError
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """One plugin, as ranks compare it and ``bmt plugins`` prints it. ``distribution`` is empty for a plugin passed to
-    ``init_distributed()``."""
+    """A plugin, as ranks compare and ``bmt plugins`` prints it. ``distribution`` is empty if ``init_distributed()`` got it."""
 
     name: str
     distribution: str = ""

@@ -53,7 +53,7 @@ def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> 
 def tensor_locality(tp_mode: bool, tp_split_dim: int) -> tuple[Locality, ...]:
     """Return the localities that ``tp_mode`` and ``tp_split_dim`` stand for.
 
-    With ``tp_split_dim=-1`` the parameter is replicated over tp and each rank computes a share of its gradient, as in BMTrain.
+    With ``tp_split_dim=-1`` each rank's gradient is a share: BMTrain sums the gradients of such a parameter over tp.
 
     >>> tensor_locality(True, 0)
     (Locality(axis='tp', split_dim=0, ...),)

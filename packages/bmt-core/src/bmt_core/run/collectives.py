@@ -75,8 +75,10 @@ def send_activations(hidden_state: torch.Tensor, next_rank: int, comm: Group | N
 
 
 def recv_activations(prev_rank: int, comm: Group | None = None) -> torch.Tensor:
-    """Return the tensor that the group's rank ``prev_rank`` sends by :func:`send_activations`: on the CPU if it is there, else on
-    this rank's device."""
+    """Return the tensor that the group's rank ``prev_rank`` sends by :func:`send_activations`.
+
+    It is on the CPU if it is there on the sender, else on this rank's device.
+    """
     group = _group(None, comm)
     _check_rank(prev_rank, group)
     header = torch.empty(_HEADER_LENGTH, dtype=torch.int64)

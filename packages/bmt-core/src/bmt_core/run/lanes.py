@@ -23,7 +23,7 @@ from bmt_core.comm.protocols import Finished, Group, Work
 from bmt_core.run.topology import Topology
 
 PRIORITY = -2
-"""The priority of the lanes' streams. All ranks would wait for a collective whose kernel is queued behind a large product."""
+"""The priority of the lanes' streams. At a low one a collective might queue behind a large product, and all ranks wait for it."""
 
 
 class Mark(Protocol):
@@ -119,8 +119,9 @@ class _On:
 
 
 class _Once:
-    """A mark on the CPU: the first ``wait()`` waits for the collective and calls ``then``; later ones do nothing. Waiting again for
-    a collective of gloo would write its result again, over what was added since.
+    """A mark on the CPU: the first ``wait()`` waits for the collective and calls ``then``; later ones do nothing.
+
+    Waiting again for a collective of gloo would write its result again, over what was added since.
     """
 
     def __init__(self, work: Work, then: Callable[[], None] | None) -> None:

@@ -312,8 +312,9 @@ def _connect(init_method: str, launch: Launch, settings: RunSettings) -> dist.St
 
 
 def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
-    """Return the store of ``init_method``. If rank 0 serves it, it does not wait for the others here: torch's rendezvous would wait
-    without naming the ranks that are missing.
+    """Return the store of ``init_method``. If rank 0 serves it, it does not wait for the others here.
+
+    Torch's own rendezvous would wait, and not name the ranks that are missing.
     """
     patience = timedelta(seconds=timeout)
     url = urlparse(init_method)

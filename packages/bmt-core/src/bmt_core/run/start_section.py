@@ -24,8 +24,8 @@ def start_section(name: str, store: dist.Store | None, *, rank: int, world_size:
     """If the body of the ``with`` statement raises on one rank, raise on all of them.
 
     It is :func:`bmt_core.comm.collective_section.collective_section` for the time before there are groups: the ranks report
-    through ``store``, which is None in a run of one rank. Each section of one start has another ``name``. A rank that
-    does not report within ``timeout`` seconds is named in a :class:`RemoteError`.
+    through ``store``, which is None in a run of one rank. Each section of one start has a ``name`` of its own. A rank
+    that does not report within ``timeout`` seconds is named in a :class:`RemoteError`.
     """
     if store is None:
         yield

@@ -115,8 +115,9 @@ class Topology(OldTopologyNames):
         return self.group(name for name in self.sizes if name not in local_axes)
 
     def twin(self, group: Group, name: str) -> Group:
-        """Return a second group over the ranks of ``group``, with connections of its own, for collectives that run beside it. There
-        is one for each ``name``. A group of one rank, or one that this topology did not make, is returned itself.
+        """Return a second group over the ranks of ``group``, with connections of its own, for collectives that run beside it.
+
+        There is one for each ``name``. A group of one rank, or one that this topology did not make, is returned itself.
         """
         key = next((key for key, made in self._groups.items() if made is group), None)
         if key is None or group.size == 1:

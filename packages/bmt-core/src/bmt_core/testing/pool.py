@@ -77,7 +77,7 @@ class RankPool:
         function, arguments = FunctionReference.to(fn), pickle.dumps((args, kwargs))
         for listener in _listeners:
             listener(self.world_size)
-        # In this process, so that it outlives every rank, as torchrun's agent serves it.
+        # Served by this process, so that it outlives every rank; under torchrun the agent serves it.
         store = serve_store(timedelta(seconds=timeout + grace))
         workers = self._workers.take(self.world_size)
         for rank, worker in enumerate(workers):

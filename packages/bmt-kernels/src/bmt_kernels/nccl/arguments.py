@@ -90,8 +90,7 @@ def check_member(
 
 
 def reduction(operation: str, tensor: torch.Tensor, op: ReduceOp) -> tuple[int, int, int]:
-    """Return NCCL's numbers of the element type and the operation, and the number of elements; TypeError if NCCL cannot reduce
-    them."""
+    """Return NCCL's numbers for the element type and the operation, and the number of elements; TypeError if it knows none."""
     if op not in _OPS:
         raise ValueError(f"{operation}: op must be one of {', '.join(REDUCE_OPS)}, not {op!r}.")
     if tensor.dtype not in _ELEMENTS:

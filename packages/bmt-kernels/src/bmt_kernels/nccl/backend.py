@@ -86,8 +86,7 @@ class NcclBackend(CommBackend):
         return self._host_groups[ranks]
 
     def close(self) -> None:
-        """Free all resources, also after a failure. Collectives in which other ranks do not take part are aborted after a
-        minute."""
+        """Free all resources, also after a failure. Collectives that other ranks do not join are aborted after a minute."""
         try:
             has_failed = self._engine.wait_for_failure(0.0) is not None
             if not self._engine.close(min(self.context.timeout, _PATIENCE_AT_THE_END)) and not has_failed:

@@ -23,7 +23,7 @@ from bmt_kernels.nccl.arguments import (
 if TYPE_CHECKING:
     from bmt_kernels._nccl import Communicator
 
-# Operations are queued on the caller's stream, so nobody needs to wait for them.
+# Operations are queued on the caller's stream, so later work on it follows them without a wait.
 _STARTED = Finished()
 _Parts = Sequence[tuple[torch.Tensor, int]]
 

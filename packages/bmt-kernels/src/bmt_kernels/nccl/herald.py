@@ -20,8 +20,9 @@ _PERIOD = 1.0
 
 
 class Herald(threading.Thread):
-    """Writes this rank's first failure into the store, and ends this rank's communication when another rank has failed. Without it
-    every rank would fail at its own timeout, and none would know where the failure began.
+    """Writes this rank's first failure into the store, and ends this rank's communication when another rank has failed.
+
+    Without it every rank would fail at its own timeout, and none would know where the failure began.
     """
 
     def __init__(self, engine: Engine, store: Store, rank: int) -> None:

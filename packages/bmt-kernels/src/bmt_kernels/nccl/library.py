@@ -36,8 +36,10 @@ def make_engine(device: torch.device, timeout: float) -> tuple[Library, Engine]:
 
 
 def open_library() -> Library:
-    """Return the first NCCL that can be opened: that of ``BMT_NCCL_LIBRARY`` if it is set; else the loaded one, one installed
-    beside torch, or one that the loader finds. Raises :class:`ConfigError` if there is none, or if its version is unknown.
+    """Return the first NCCL that can be opened.
+
+    If ``BMT_NCCL_LIBRARY`` is set, only the library that it names is tried; else the loaded one, those installed beside torch, and
+    the one that the loader finds. Raises :class:`ConfigError` if there is none, or if its version is unknown.
     """
     module = binaries.load("_nccl")
     assert module is not None

@@ -45,8 +45,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     moments change and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
 
     The master is the state ``"_param_fp32"``. If a parameter was written (``bmt.load``, an in-place operation), the next step
-    notices: elements that differ from the rounded master become the new master. torch counts no writes through ``.data`` of an
-    ordinary parameter; write to the parameter itself, under ``torch.no_grad()``.
+    notices: where its value differs from the rounded master, the value becomes the new master. torch counts no writes through
+    ``.data`` of an ordinary parameter; write to the parameter itself, under ``torch.no_grad()``.
 
     ``compact_master`` True stores only the 16 bits of a bfloat16 parameter's master that the parameter lacks, as the state
     ``"_param_remainder"``: the same master, in 12 bytes per parameter in place of 14. For the same gradients, masters and moments
@@ -141,8 +141,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return loss
 
     def wait(self) -> None:
-        """Make the computation wait for updates that overlap it (``overlap_forward``). Call it before you read parameters
-        yourself."""
+        """Make the computation wait for updates that overlap it (``overlap_forward``), for code that reads parameters itself."""
         self._stream.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -172,8 +171,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
 
         States of BMTrain's Adam and torch's (without amsgrad) load too; options that they lack stay as they are, and masters that
-        they lack start as copies of the parameters. A gathered state fits any number of ranks; rank 0 alone needs its contents.
-        Collective then.
+        they lack start as copies of the parameters. A gathered state fits any number of ranks; only rank 0 needs its contents, and
+        loading it is collective.
 
         Raises :class:`CheckpointError`, and changes nothing, if the state is another optimizer's, or has another shape because it
         was saved at another world size.
@@ -206,8 +205,10 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         return state
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Replace the state of ``p`` by a copy of ``state``, which :meth:`portable_state` returned or which has a remainder. If it
-        is empty, remove the state. Tensors are copied into the present ones if these fit, so that no second set is allocated.
+        """Replace the state of ``p`` by a copy of ``state``; remove it if ``state`` is empty.
+
+        ``state`` is one that :meth:`portable_state` returned, or has a remainder. Tensors are copied into the present ones if these
+        fit, so that no second set is allocated.
         """
         self._load_copy(p, state, self.state.get(p, {}))
 

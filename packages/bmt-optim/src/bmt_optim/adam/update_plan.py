@@ -73,16 +73,14 @@ class OwnerUpdates:
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether the next forward pass may begin before the updates are done: all groups allow it, and there is an owner that
-        waits."""
+        """Whether the next forward pass may begin before the updates are done: all groups allow it, and an owner can wait."""
         if self.reference is None or self.reference() is None:
             return False
         return False not in [update.group["overlap_forward"] for update in self.updates]
 
 
 class UpdatePlan:
-    """The updates of one optimizer. They are made again if other parameters have gradients, or if anything but plain numbers
-    changed."""
+    """The updates of one optimizer, made again if other parameters have gradients or anything but plain numbers changed."""
 
     def __init__(self) -> None:
         self._key: list[tuple[Any, ...]] = []

@@ -127,8 +127,9 @@ class ShardChunks:
         return pairs
 
     def _ranges_of(self, params: Sequence[torch.nn.Parameter], *, exactly: bool = False) -> list[tuple[int, int]]:
-        """Return the ranges of memory that hold ``params`` and no other parameters of the shard. With ``exactly`` they hold no gaps
-        either, in which parameters of another optimizer, or of none, may lie.
+        """Return the ranges of memory that hold ``params`` and no other parameters of the shard.
+
+        With ``exactly`` they hold no gaps either, in which parameters of another optimizer, or of none, may lie.
         """
         ranges: list[tuple[int, int]] = []
         wanted = set(params)

@@ -27,8 +27,9 @@ class Deltas:
         parameters: Sequence[torch.nn.Parameter],
         settings: Mapping[str, Any],
     ) -> None:
-        """Add the deltas of a step with ``settings`` (of ``adam_step``) of ``parameters``, or of pieces of them. ``before`` is the
-        result of :func:`copied_masters` before the step; the moments are those after it.
+        """Add the deltas of ``parameters``, or of pieces of them, in a step with ``settings`` (of ``adam_step``).
+
+        ``before`` is the result of :func:`copied_masters` before the step; the moments are those after it.
         """
         for weight, mean, square, parameter in zip(before, exp_avgs, exp_avg_sqs, parameters, strict=True):
             if weight is not None:
@@ -48,8 +49,7 @@ class Deltas:
 
 
 def copied_masters(params: Tensors, masters: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return copies of the masters, made whole if they are remainders; None for parameters without a master, which are not
-    counted."""
+    """Return copies of the masters, whole ones also of remainders; None for parameters without a master, which do not count."""
     return [_copied(p, master) for p, master in zip(params, masters, strict=True)]
 
 

@@ -21,12 +21,13 @@ CHUNK = 1 << 24
 """Elements that are copied and updated at a time: 32 MiB of bfloat16, copied in 0.6 ms. Only the first copy does not overlap."""
 LARGE_PAGE = 1 << 21
 SMALL = 1 << 20
-"""Smaller memory, in bytes, comes from torch's allocator, which wastes little then; whole pages would waste more."""
+"""Smaller memory, in bytes, comes from torch's allocator, which wastes little then; large pages would waste more."""
 
 
 class HostMemory:
-    """Flat tensors of zeros, one for each of ``pieces`` (number of elements, dtype), page-locked for a CUDA ``device``. Each has a
-    storage of its own, because ``torch.save`` stores whole storages.
+    """Flat tensors of zeros, one for each of ``pieces`` (number of elements, dtype), page-locked for a CUDA ``device``.
+
+    Each has a storage of its own, because ``torch.save`` stores whole storages.
     """
 
     def __init__(self, pieces: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:

@@ -129,9 +129,10 @@ class AdamOffloadOptimizer(AdamOptimizer):
             update.note_loaded(p for group in self.param_groups for p in group["params"])
 
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        """See :meth:`AdamOptimizer.load_portable_state`; an offloaded state stays on the host, and moves into its shard's memory in
-        the next step. The error of a failed step is cleared when the states of all its parameters were loaded: load the parameters
-        too.
+        """See :meth:`AdamOptimizer.load_portable_state`; an offloaded state stays on the host.
+
+        The next step copies it into its shard's memory. The error of a failed step is cleared once the states of all its parameters
+        were loaded: load the parameters too.
         """
         super().load_portable_state(p, state)
         if p in self._shards:

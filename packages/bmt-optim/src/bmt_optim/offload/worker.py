@@ -43,8 +43,7 @@ def number_of_threads() -> int:
 
 
 def threads_of(own: int, of_launcher: int, ranks: int) -> int:
-    """Return the number of threads for one of ``ranks`` ranks, which may use ``own`` cores; its launcher may use ``of_launcher``
-    cores.
+    """Return the number of threads for one of ``ranks`` ranks; it may use ``own`` cores, its launcher ``of_launcher``.
 
     See [Note: threads of a rank].
 

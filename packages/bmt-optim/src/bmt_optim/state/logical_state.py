@@ -80,7 +80,7 @@ def gather(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | Non
 
 
 def gathered_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
-    """Return :func:`logical_state` with whole tensors in place of the parts; on other ranks than 0 without them. Collective."""
+    """Return :func:`logical_state` with whole tensors on rank 0, and without the parameters' states elsewhere. Collective."""
     logical = logical_state(optimizers, named_parameters)
     return {**logical, "parameters": whole_tensors(logical["parameters"])}
 
@@ -124,8 +124,9 @@ def scatter(
     named_parameters: Named | None,
     state: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective. After the first
-    state was replaced, only errors that cannot be detected before, such as those of the disk, are raised.
+    """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective.
+
+    After the first state was replaced, only errors that could not be detected before, such as those of the disk, are raised.
     """
     group = world()
     parameters, infos, is_on_all_ranks = _compare(optimizers, named_parameters, state)
@@ -155,8 +156,7 @@ def scatter(
 def _compare(
     optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None, state: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, _ManagedParameter], dict[str, dict[str, _ValueInfo]], bool]:
-    """Return the parameters, the values of each in ``state``, and whether every rank was given ``state``; raise if they do not
-    fit."""
+    """Return the parameters, the values of each in ``state``, and whether every rank was given it; raise if they do not fit."""
     group = world()
     with collective_section(group, "loading the optimizer state"):
         parameters = _managed_parameters(optimizers, named_parameters)
@@ -307,9 +307,10 @@ class _StateInfo:
 
 
 def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]:
-    """Merge the ranks' reports into one per name of the whole model, the same on all ranks. Collective. A rank whose shard is empty
-    may have no state; a value that is laid out like the shard is so on every rank that has it. Raises :class:`CheckpointError` on
-    every rank if optimizers have different parameters where they should have the same.
+    """Merge the ranks' reports into one per name of the whole model, the same on all ranks. Collective.
+
+    A rank whose shard is empty may have no state; a value that is laid out like the shard is so on every rank that has it.
+    Raises :class:`CheckpointError` on every rank if optimizers have different parameters where they should have the same.
     """
     own = {
         name: _StateInfo(

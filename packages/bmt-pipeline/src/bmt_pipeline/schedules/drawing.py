@@ -41,8 +41,9 @@ rect { stroke: #fff; stroke-width: 0.5; }
 
 
 def draw_text(timeline: Timeline, *, width: int) -> Text:
-    """Return one line of at most ``width`` columns per stage: actions such as ``F3--``, and dots where it computes nothing. With
-    several chunks the label is ``F3.1``: forward of micro-batch 3 in chunk 1. Labels without room are shortened.
+    """Return one line of at most ``width`` columns per stage: actions such as ``F3--``, and dots where it computes nothing.
+
+    With several chunks the label is ``F3.1``: forward of micro-batch 3 in chunk 1. Labels without room are shortened.
     """
     schedule = timeline.schedule
     labels = [f"stage {stage} " for stage in range(schedule.stages)]

@@ -57,8 +57,7 @@ class GradientCall(Protocol):
         """Gather the whole parameters, unless they are there."""
 
     def take(self, location: Location, gradient: LayerGradient) -> bool:
-        """Write ``gradient`` into the tensor that is reduced, or keep it for later. If this returns False, the layer returns it to
-        autograd."""
+        """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: the layer must return it instead."""
 
 
 class RunningCall:
@@ -100,8 +99,9 @@ class DirectLinear:
 
 
 class _Linear(torch.autograd.Function):
-    """``linear`` whose backward passes its gradients to ``call``. ``call`` is None in a part of the block that
-    ``torch.utils.checkpoint`` recomputes in backward: then the gradients are returned.
+    """``linear`` whose backward passes its gradients to ``call``.
+
+    ``call`` is None in a part of the block that ``torch.utils.checkpoint`` recomputes in backward: then the gradients are returned.
     """
 
     @staticmethod

@@ -88,7 +88,7 @@ class GradientReducer:
         return self._group.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
     def room_for_products(self, *, reduces: bool, of_several: bool) -> FullGradients:
-        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the held-back sum itself if there is one.
+        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the float32 sum if layers can add to it.
 
         ``of_several``: the gradients are those of several backward passes. Other ranks may have held some of these back, and then
         reduce a float32 sum, so this rank must reduce float32 too. With a single rank, half types need no float32 sum.

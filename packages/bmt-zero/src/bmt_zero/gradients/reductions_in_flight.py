@@ -8,9 +8,11 @@ from bmt_core.run.lanes import Mark
 
 
 class ReductionsInFlight:
-    """Whole gradients that the lane still reads, of at most one block besides the one whose backward runs. Without this one, the
-    backward of a block would wait for the reduction of the previous block. The memory was allocated on the computation's stream, so
-    it is kept until the computation has waited for the lane: see [Note: buffer lifetime] in :mod:`bmt_core.run.lanes`.
+    """Whole gradients that the lane still reads, of at most one block besides the one whose backward runs.
+
+    If none were allowed, the backward of a block would wait for the reduction of the previous block. The memory was allocated on
+    the computation's stream, so it is kept until the computation has waited for the lane: see [Note: buffer lifetime] in
+    :mod:`bmt_core.run.lanes`.
     """
 
     def __init__(self) -> None:

@@ -137,8 +137,9 @@ class BlockCall:
         running_backward.places = self
 
     def _postpone(self) -> None:
-        """Postpone weight gradients if a schedule asks for it, or until :meth:`end_backward` if they are added to a held-back sum:
-        only then it is known to which parameters' gradients this pass adds.
+        """Postpone weight gradients if a schedule asks for it, or until :meth:`end_backward` if they are added to a held-back sum.
+
+        Only at the end it is known to which parameters' gradients this pass adds.
         """
         reduces = self.use.last_backward
         wanted = [
@@ -196,7 +197,7 @@ class BlockCall:
             self.input_hook.remove()
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of a backward pass that has failed."""
+        """Drop the gradients that a failed backward pass has reduced and not put into ``.grad``."""
         for group in self.groups:
             group.reducer.sum.forget_if_cleared()
 
@@ -338,8 +339,7 @@ class _EndOfPass:
 
 
 class _EndOfOuterPass:
-    """A callback for the end of a backward pass inside of which another pass has failed: a pipelined list runs passes in its
-    backward."""
+    """A callback for the end of a backward pass inside of which another has failed, as in the backward of a pipelined list."""
 
     def __init__(self, call: BlockCall) -> None:
         self._call = call

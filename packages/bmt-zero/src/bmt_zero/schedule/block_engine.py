@@ -24,8 +24,7 @@ from bmt_zero.sharding.parameter_slots import WholeParameters
 
 
 class BlockEngine:
-    """Runs a block: with or without recomputation in backward (``use_checkpoint``), compiled or not; ``use`` is its calls' place in
-    the step."""
+    """Runs a block, with or without recomputation (``use_checkpoint``), compiled or not. ``use``: its calls' place in the step."""
 
     def __init__(
         self,

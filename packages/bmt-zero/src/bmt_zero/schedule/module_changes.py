@@ -1,5 +1,7 @@
-"""``ModuleChanges``: counts how often a parameter, a submodule, or a new buffer was set on any module in the process. A block
-compares the count before each call: if it is unchanged, nothing was added or replaced. This costs the same for every size of model.
+"""``ModuleChanges``: counts how often a parameter, a submodule, or a new buffer was set on any module in the process.
+
+A block compares the count before each call: if it is unchanged, nothing was added or replaced. This costs the same for every size
+of model.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from bmt_zero import adapters
 
 
 class ModuleChanges:
-    """Counts from its construction until :meth:`close`. ``is_gathered(tensor)`` says whether a tensor is a gathered parameter;
-    setting one as a module's own parameter is an error.
+    """Counts from its construction until :meth:`close`.
+
+    ``is_gathered(tensor)`` says whether a tensor is a gathered parameter; setting one as a module's own parameter is an error.
     """
 
     def __init__(self, device: torch.device, is_gathered: Callable[[torch.Tensor], bool]) -> None:

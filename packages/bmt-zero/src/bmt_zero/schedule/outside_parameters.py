@@ -30,8 +30,7 @@ class OutsideParameters:
         self._expected: weakref.WeakKeyDictionary[nn.Module, dict[bool, list[RootGroup]]] = weakref.WeakKeyDictionary()
 
     def call_begins(self, module: nn.Module) -> CallEnd:
-        """Start to gather the parameters that the call of ``module`` is expected to read. Return a function to call at its end.
-        Collective."""
+        """Start to gather the parameters that a call of ``module`` will probably read; return the end of the call. Collective."""
         expected, has_grad = self._expected.setdefault(module, {}), torch.is_grad_enabled()
         known = expected.get(has_grad)
         if known != []:

@@ -97,7 +97,7 @@ class RootCall:
         if self._mode != _mode() or self._versions[key] != parameter._version:
             return None
         if not self._wholes:
-            # If another call inside of this one has used the groups.
+            # Another call inside of this one may have used the groups.
             if any(group.call is not self for group in self.groups):
                 return None
             parameters = [p for group in self.groups for p in group.parameters]

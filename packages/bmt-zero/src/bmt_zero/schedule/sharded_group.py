@@ -73,8 +73,7 @@ class ShardedGroup:
         return None
 
     def bytes_to_gather(self, own_holds: int) -> int:
-        """Return how many bytes a gather would allocate; 0 if anybody but the caller, who has ``own_holds`` holds, holds the
-        buffer."""
+        """Return how many bytes a gather would allocate: 0 if there are more holds than the caller's ``own_holds``."""
         is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.is_available)
         return 0 if is_there or self.group.is_replicated else self.group.full_bytes
 

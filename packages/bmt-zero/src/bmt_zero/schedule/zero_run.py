@@ -35,7 +35,7 @@ class EndedCall(Protocol):
         """Release everything that the call holds."""
 
     def forget_gradients(self) -> None:
-        """Drop the gradients of a backward pass that has failed."""
+        """Drop the gradients that a failed backward pass has reduced and not put into ``.grad``."""
 
 
 class ZeroRun:

@@ -55,8 +55,7 @@ def adam_step(
     CUDA torch's own fused kernel does the work, which is that of ``torch.optim.Adam(fused=True)``.
 
     With ``hold`` moments are updated and parameters are not. ``scale`` (a number or one float32 element), ``clip`` (one float32
-    element) and ``skip`` (one element) are read on the device. Where ``skip`` is not 0 nothing changes, whatever the gradients
-    hold.
+    element) and ``skip`` (one element) are read on the device. Where ``skip`` is not 0 nothing changes, even if gradients are NaN.
     """
     settings = _Settings(step, lr, beta1, beta2, eps, weight_decay, decoupled, hold, scale, clip, skip)
     for rows in _batches(params, grads, exp_avgs, exp_avg_sqs, masters):
