@@ -17,7 +17,7 @@ from torch import nn
 
 import bmt_core
 from bmt_core.checkpoint import CheckpointFormat, Index, TorchFormat, wait_for_saves
-from bmt_core.checkpoint.choice import choose_format
+from bmt_core.checkpoint.format_choice import choose_format
 from bmt_core.checkpoint.state_tensors import TensorPart
 from bmt_core.checkpoint.whole_state import LocalState, WholeState
 from bmt_core.errors import CheckpointError, PluginError

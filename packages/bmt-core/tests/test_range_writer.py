@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bmt_core
-from bmt_core.checkpoint import pieces, range_writer
+from bmt_core.checkpoint import memory_pieces, range_writer
 from bmt_core.checkpoint.range_writer import RangeWriter
 from bmt_core.params.shard import ranges_within
 
@@ -40,9 +40,9 @@ def test_writers_of_parts_make_the_file_and_its_checksum(
 ) -> None:
     numel, writers = case
     whole = torch.arange(numel).mul(37).to(dtype)
-    expected = bytes(pieces.bytes_of(whole))
+    expected = bytes(memory_pieces.bytes_of(whole))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", piece)
+        patch.setattr(memory_pieces, "PIECE", piece)
         patch.setattr(range_writer, "PIECE", piece)
         path, checksum = Path(folder) / "file", 0
         path.write_bytes(b"\0" * (5 + len(expected)))

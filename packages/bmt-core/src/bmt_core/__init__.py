@@ -32,7 +32,7 @@ from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.locality import Locality
-from bmt_core.run.results import gather_result, sum_loss
+from bmt_core.run.rank_results import gather_result, sum_loss
 from bmt_core.run.runtime import (
     Runtime,
     current,

@@ -29,7 +29,7 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError
 from bmt_core.ops import HostFlag
-from bmt_core.params.groups_by_slices import warn_of_groups_by_slices
+from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
@@ -160,7 +160,7 @@ class OptimManager:
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
         check_elementwise(optimizer)
-        warn_of_groups_by_slices(adapted.param_groups, stacklevel=3)
+        warn_of_groups_by_ndim(adapted.param_groups, stacklevel=3)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)

@@ -13,8 +13,8 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import Scheduled, make_block
 from bmt_core.modules.layer_list import LayerList
-from bmt_core.params.own_parameters import own_axes
 from bmt_core.params.parameter import DistributedParameter, local_along
+from bmt_core.params.parameter_holders import own_axes
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key
 from bmt_pipeline.batch_rows import move_rows

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from bmt_core.checkpoint.background import finish_last_save
-from bmt_core.checkpoint.choice import FormatChoice
 from bmt_core.checkpoint.format import CheckpointReader, TensorEntry
+from bmt_core.checkpoint.format_choice import FormatChoice
 from bmt_core.checkpoint.plan import LoadPlan, Step, plan_load
 from bmt_core.checkpoint.shared_reader import opened_by_all
 from bmt_core.checkpoint.whole_state import named_targets, world_group, write_whole
@@ -22,7 +22,7 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import group_of_owners, in_one_order
+from bmt_core.params.parameter_holders import group_of_owners, in_one_order
 from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized
 

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from bmt_core.checkpoint.checksum import followed_by
-from bmt_core.checkpoint.pieces import PIECE, bytes_of, pieces
+from bmt_core.checkpoint.memory_pieces import PIECE, bytes_of, pieces
 
 
 class RangeWriter:

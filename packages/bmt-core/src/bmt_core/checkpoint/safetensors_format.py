@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry
-from bmt_core.checkpoint.pieces import bytes_of, pieces
+from bmt_core.checkpoint.memory_pieces import bytes_of, pieces
 from bmt_core.checkpoint.safetensors_layout import CHECKSUMS, FileLayout, header_is_whole, read_header, state_in
 from bmt_core.errors import CheckpointError
 

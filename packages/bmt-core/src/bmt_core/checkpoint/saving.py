@@ -12,9 +12,9 @@ from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing, replacing_directory
 from bmt_core.checkpoint.background import group_of_writers, join_last_save, start_save, tried
-from bmt_core.checkpoint.choice import FormatChoice, choose_directory_format, choose_format
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
+from bmt_core.checkpoint.format_choice import FormatChoice, choose_directory_format, choose_format
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
 from bmt_core.checkpoint.safetensors_layout import check_entries
 from bmt_core.checkpoint.snapshot import snapshot

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bmt_core.checkpoint.choice import FormatChoice, open_checkpoint
 from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
+from bmt_core.checkpoint.format_choice import FormatChoice, open_checkpoint
 from bmt_core.checkpoint.state_tensors import StoredTensor
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes
 from bmt_core.checkpoint.whole_state import world_group

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bmt_core.checkpoint.pieces import pieces
+from bmt_core.checkpoint.memory_pieces import pieces
 from bmt_core.errors import CheckpointError
 
 _CHUNK = 1 << 24

@@ -22,8 +22,8 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import axes_of_owners, first_holders, own_axes
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter_holders import axes_of_owners, first_holders, own_axes
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current, is_initialized
 

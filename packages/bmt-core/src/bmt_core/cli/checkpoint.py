@@ -11,8 +11,8 @@ import click
 import torch
 
 from bmt_core.checkpoint import CheckpointReader, TensorEntry
-from bmt_core.checkpoint.choice import choose_format, open_checkpoint
 from bmt_core.checkpoint.format import ForeignEntry
+from bmt_core.checkpoint.format_choice import choose_format, open_checkpoint
 from bmt_core.checkpoint.manager_state import OPTIMIZER, rank_file
 from bmt_core.checkpoint.saving import write_checkpoint
 from bmt_core.checkpoint.torch_file import read_torch_file

@@ -18,8 +18,8 @@ from bmt_core.cli.environment import Machine, examine_environment
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import BmtError
 from bmt_core.ops import OPERATIONS, KernelProvider, Kernels, by_priority, choose_kernels
-from bmt_core.ops.choice import VARIABLE as KERNELS_VARIABLE
-from bmt_core.ops.table import REFERENCE_NAME
+from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
+from bmt_core.ops.kernels import REFERENCE_NAME
 from bmt_core.packages import PACKAGES, Package
 from bmt_core.plugins import Registry
 from bmt_core.run.bmtrain_names import argument_for, settings_of_all_axes

@@ -12,7 +12,7 @@ import torch
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
-from bmt_core.params.own_parameters import in_one_order
+from bmt_core.params.parameter_holders import in_one_order
 from bmt_core.run.runtime import current
 
 

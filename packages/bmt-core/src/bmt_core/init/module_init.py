@@ -20,8 +20,8 @@ from bmt_core.errors import ConfigError
 from bmt_core.init.model_order import ModelOrder
 from bmt_core.init.whole_parameters import WholeParameters, is_block
 from bmt_core.modules.outermost_call import reading_parts
-from bmt_core.params.own_parameters import group_of_owners
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter_holders import group_of_owners
 from bmt_core.params.uninitialized import (
     has_values,
     list_names,

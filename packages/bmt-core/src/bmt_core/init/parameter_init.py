@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bmt_core.init.module_init import ModuleInit, initialize_modules, initializing, run_init_methods
-from bmt_core.params.own_parameters import group_of_owners
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter_holders import group_of_owners
 
 
 class ParameterInitializer:

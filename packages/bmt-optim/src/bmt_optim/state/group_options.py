@@ -9,7 +9,7 @@ import torch
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import in_one_order
+from bmt_core.params.parameter_holders import in_one_order
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
 

@@ -27,8 +27,8 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import CheckpointError
-from bmt_core.params.own_parameters import first_holders, own_axes
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter_holders import first_holders, own_axes
 from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer

@@ -28,7 +28,7 @@ _INSTEAD = (
 )
 
 
-def refuse_other_wrappers(runtime: Runtime) -> None:
+def refuse_torch_functions(runtime: Runtime) -> None:
     """Have torch raise :class:`ConfigError` until shutdown where it would treat parts as whole parameters."""
     runtime.at_shutdown.append(call_before(DistributedDataParallel, "__init__", _refuse_data_parallel))
     runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))

@@ -11,19 +11,19 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from bmt_core.params.groups_by_slices import warn_of_groups_by_slices
+from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime
 
 _USER = 4  # stacklevel that points a warning to the user's line, above torch's frames around an optimizer's step
 
 
-def warn_of_plain_steps(runtime: Runtime) -> None:
+def warn_of_plain_loops(runtime: Runtime) -> None:
     """Warn once, on rank 0, if an optimizer's step uses gradients that differ from those of plain torch."""
-    runtime.at_shutdown.append(register_optimizer_step_pre_hook(_PlainSteps(runtime)).remove)
+    runtime.at_shutdown.append(register_optimizer_step_pre_hook(_PlainLoopCheck(runtime)).remove)
 
 
-class _PlainSteps:
+class _PlainLoopCheck:
     """Checks the first step of an optimizer with gradients of distributed parameters, in a run without an ``OptimManager``."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -42,7 +42,7 @@ class _PlainSteps:
             return
         self._is_over = True
         if self._runtime.rank == 0:
-            warn_of_groups_by_slices(optimizer.param_groups, stacklevel=_USER)
+            warn_of_groups_by_ndim(optimizer.param_groups, stacklevel=_USER)
             if self._runtime.topology.data_size > 1:
                 self._warn(type(optimizer).__name__, len(ordinary))
 

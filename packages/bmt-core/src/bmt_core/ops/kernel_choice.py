@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from bmt_core.errors import ConfigError, unknown_name
+from bmt_core.ops.kernels import REFERENCE, REFERENCE_NAME, Kernels
 from bmt_core.ops.provider import KernelProvider
-from bmt_core.ops.table import REFERENCE, REFERENCE_NAME, Kernels
 from bmt_core.packages import install_hint
 
 VARIABLE = "BMT_KERNELS"

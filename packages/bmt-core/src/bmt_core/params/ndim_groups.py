@@ -10,7 +10,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import rank
 
 
-def warn_of_groups_by_slices(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
+def warn_of_groups_by_ndim(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
     """Warn, on rank 0, if ``p.ndim >= 2`` has chosen ``groups``: one is empty, and another mixes sharded matrices and vectors."""
     found = [group["params"] for group in groups]
     if all(found) or rank() != 0:
