@@ -14,7 +14,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
 from bmt_core.run.runtime import current
 from bmt_pipeline.failures import Failure, begin_step, told_failure
-from bmt_pipeline.waiting import waiting_for_all
+from bmt_pipeline.wait_errors import waiting_for_all
 
 _OF_EACH = 3  # each stage sends this many numbers: digests of ``alike`` and ``own``, and whether it has failed
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from bmt_core.comm.protocols import Group
-from bmt_pipeline.waiting import waiting_for_all
+from bmt_pipeline.wait_errors import waiting_for_all
 
 
 def move_rows(x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:

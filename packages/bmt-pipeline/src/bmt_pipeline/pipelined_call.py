@@ -23,7 +23,7 @@ from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 from bmt_pipeline.schedules import Kind, Schedule
 from bmt_pipeline.stage_runner import Layouts, StageRunner
 from bmt_pipeline.transfers import Transfers
-from bmt_pipeline.waiting import waiting_for_all
+from bmt_pipeline.wait_errors import waiting_for_all
 from bmt_pipeline.whole_batch import Arguments, WholeBatch
 
 

@@ -18,7 +18,7 @@ from bmt_core.comm.protocols import Work
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
-from bmt_pipeline.waiting import waiting_for, waiting_for_all
+from bmt_pipeline.wait_errors import waiting_for, waiting_for_all
 
 
 class Arriving(NamedTuple):

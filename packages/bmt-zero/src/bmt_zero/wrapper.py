@@ -15,7 +15,7 @@ from bmt_core.params.uninitialized import check_values_at_first_call, materializ
 from bmt_core.run.runtime import current
 from bmt_zero.adapters import count_whole_parameters, see_whole_adapters
 from bmt_zero.block import Block
-from bmt_zero.hugging_face import without_cache_in_recomputation
+from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.schedule.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -24,7 +24,7 @@ from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import when_backward_ends
-from bmt_zero.hugging_face import with_own_caches
+from bmt_zero.key_value_caches import with_own_caches
 from bmt_zero.schedule.block_call import BlockCall
 from bmt_zero.schedule.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
 from bmt_zero.schedule.saved_tensors import check_version

@@ -10,7 +10,7 @@ from torch import nn
 
 from bmt_core.testing import run_ranks
 from bmt_zero import Block
-from bmt_zero.hugging_face import with_own_caches
+from bmt_zero.key_value_caches import with_own_caches
 
 WIDTH = 3
 
