@@ -29,8 +29,8 @@ class _Row(NamedTuple):
     master: torch.Tensor | None
 
 
-class _Kind(NamedTuple):
-    """The properties that all rows of one launch share."""
+class _LaunchKey(NamedTuple):
+    """The properties that all rows of one launch share; rows with equal keys share a launch."""
 
     device: torch.device
     form: Form
@@ -63,16 +63,16 @@ def adam_step(
     parameter, or if tensors share memory.
     """
     check_same_length(params=params, grads=grads, exp_avgs=exp_avgs, exp_avg_sqs=exp_avg_sqs, masters=masters)
-    launches: dict[_Kind, list[_Row]] = {}
+    launches: dict[_LaunchKey, list[_Row]] = {}
     others: list[_Row] = []
     for i, row in enumerate(map(_Row, params, grads, exp_avgs, exp_avg_sqs, masters)):
-        kind = _kind(self, i, row)
-        (others if kind is None else launches.setdefault(kind, [])).append(row)
+        key = _launch_key(self, i, row)
+        (others if key is None else launches.setdefault(key, [])).append(row)
     decay, kind_of_decay = weight_decay, Decay.COUPLED
     if decoupled:
         decay, kind_of_decay = 1 - lr * weight_decay, Decay.DECOUPLED
-    for kind, rows in launches.items():
-        flag = None if skip is None else as_flag("skip", skip, kind.device)
+    for key, rows in launches.items():
+        flag = None if skip is None else as_flag("skip", skip, key.device)
         settings = self.binary.AdamSettings(
             mean_weight=1 - beta1,
             beta2=beta2,
@@ -84,12 +84,12 @@ def adam_step(
             decay_kind=Decay.NONE if weight_decay == 0 else kind_of_decay,
             hold=hold,
             scale=1.0 if isinstance(scale, torch.Tensor) else scale,
-            scale_at=number_at("scale", scale, kind.device) if isinstance(scale, torch.Tensor) else 0,
-            clip_at=number_at("clip", clip, kind.device),
+            scale_at=number_at("scale", scale, key.device) if isinstance(scale, torch.Tensor) else 0,
+            clip_at=number_at("clip", clip, key.device),
             skip_at=0 if flag is None else flag.data_ptr(),
             skip_is_float=flag is not None and flag.dtype == torch.float32,
         )
-        _launch(self, kind, rows, settings, hold)
+        _launch(self, key, rows, settings, hold)
     if others:
         reference.adam_step(
             *zip(*others, strict=True),
@@ -107,10 +107,10 @@ def adam_step(
         )
 
 
-def _launch(self: Launcher, kind: _Kind, rows: Sequence[_Row], settings: Any, hold: bool) -> None:
+def _launch(self: Launcher, key: _LaunchKey, rows: Sequence[_Row], settings: Any, hold: bool) -> None:
     self.binary.adam_step(
-        kind.form,
-        kind.grad,
+        key.form,
+        key.grad,
         [row.param.data_ptr() for row in rows],
         [row.grad.data_ptr() for row in rows],
         [row.exp_avg.data_ptr() for row in rows],
@@ -118,7 +118,7 @@ def _launch(self: Launcher, kind: _Kind, rows: Sequence[_Row], settings: Any, ho
         [0 if row.master is None else row.master.data_ptr() for row in rows],
         [row.param.numel() for row in rows],
         settings,
-        self.where(kind.device),
+        self.where(key.device),
     )
     written = [tensor for row in rows for tensor in (row.exp_avg, row.exp_avg_sq)]
     if not hold:
@@ -126,8 +126,8 @@ def _launch(self: Launcher, kind: _Kind, rows: Sequence[_Row], settings: Any, ho
     torch.autograd.graph.increment_version(written)
 
 
-def _kind(self: Launcher, i: int, row: _Row) -> _Kind | None:
-    """Return the launch that row ``i`` belongs to, or None if the reference must do it. Raise if the row is wrong."""
+def _launch_key(self: Launcher, i: int, row: _Row) -> _LaunchKey | None:
+    """Return the key of the launch that row ``i`` belongs to, or None if the reference must do it. Raise if the row is wrong."""
     param, grad, exp_avg, exp_avg_sq, master = row
     device, shape = param.device, param.shape
     if device.type != self.device_type:
@@ -152,4 +152,4 @@ def _kind(self: Launcher, i: int, row: _Row) -> _Kind | None:
         return None
     if form == Form.PLAIN and not self.equals_torch():
         return None
-    return _Kind(device, form, ELEMENTS[grad.dtype])
+    return _LaunchKey(device, form, ELEMENTS[grad.dtype])

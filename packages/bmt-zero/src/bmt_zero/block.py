@@ -58,7 +58,7 @@ class Block(nn.Module):
     Making a block is collective if a parameter was sharded before. Calling it is collective, and so is its backward.
     """
 
-    _bmt_shards_as_one = True  # initialisation gathers the whole block at once: see bmt_core.init.whole_parameters
+    _bmt_shards_as_one = True  # initialisation gathers the whole block at once: see bmt_core.init.whole_on_read
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
         if not isinstance(inner_module, nn.Module):

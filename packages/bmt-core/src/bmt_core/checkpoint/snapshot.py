@@ -15,9 +15,9 @@ import torch
 from bmt_core.checkpoint.whole_state import OwnPart
 from bmt_core.run.runtime import current, is_initialized
 
-_Kind = tuple[int, torch.dtype]  # number of elements, and their dtype
+_BufferKey = tuple[int, torch.dtype]  # number of elements, and their dtype
 
-_memory: defaultdict[_Kind, list[torch.Tensor]] = defaultdict(list)
+_memory: defaultdict[_BufferKey, list[torch.Tensor]] = defaultdict(list)
 """The tensors of the last snapshot."""
 
 
@@ -28,8 +28,8 @@ def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
     """
     if is_initialized() and _memory.clear not in current().at_shutdown:
         current().at_shutdown.append(_memory.clear)
-    wanted = Counter(map(_kind, chain(*parts)))
-    free = {kind: tensors[: wanted[kind]] for kind, tensors in _memory.items()}
+    wanted = Counter(map(_key_of, chain(*parts)))
+    free = {key: tensors[: wanted[key]] for key, tensors in _memory.items()}
     _memory.clear()  # memory of another model's sizes is freed before more is allocated
     with torch.no_grad():
         copies = [[_copied(part, free) for part in of_save] for of_save in parts]
@@ -38,20 +38,20 @@ def snapshot(*parts: Sequence[OwnPart]) -> list[list[OwnPart]]:
     return copies
 
 
-def _kind(part: OwnPart) -> _Kind:
+def _key_of(part: OwnPart) -> _BufferKey:
     return part.numel, part.dtype
 
 
-def _copied(part: OwnPart, free: dict[_Kind, list[torch.Tensor]]) -> OwnPart:
+def _copied(part: OwnPart, free: dict[_BufferKey, list[torch.Tensor]]) -> OwnPart:
     """Return ``part`` with a copy of its elements, in memory from ``free`` if any fits. Copies from a GPU are asynchronous."""
     value = part.read()
     if type(value) is not torch.Tensor:
         value = value.detach().as_subclass(torch.Tensor)
-    is_pinned, kind = value.is_cuda, (value.numel(), value.dtype)
-    fitting = free.get(kind)
+    is_pinned, key = value.is_cuda, (value.numel(), value.dtype)
+    fitting = free.get(key)
     copy = fitting.pop() if fitting else None
     if copy is None or (is_pinned and not copy.is_pinned()):
         copy = torch.empty(value.numel(), dtype=value.dtype, device="cpu", pin_memory=is_pinned)
-    _memory[kind].append(copy)
+    _memory[key].append(copy)
     (copy if value.dim() == 1 else copy.view(value.shape)).copy_(value, non_blocking=is_pinned)
     return part.with_elements(copy)

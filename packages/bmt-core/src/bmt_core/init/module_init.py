@@ -1,6 +1,6 @@
 """``initialize_modules``: initialise a model made on the meta device, each module by its own methods, Block by Block.
 
-[Note: whole while initialised] in :mod:`bmt_core.init.whole_parameters` says how these methods can read and write whole
+[Note: whole while initialised] in :mod:`bmt_core.init.whole_on_read` says how these methods can read and write whole
 parameters.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.init.model_order import ModelOrder
-from bmt_core.init.whole_parameters import WholeParameters, is_block
+from bmt_core.init.whole_on_read import WholeOnRead, is_block
 from bmt_core.modules.outermost_call import reading_parts
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.parameter_holders import group_of_owners
@@ -116,7 +116,7 @@ def _initialize(
     incomplete = order.on_any_rank(name for name, place in places.items() if place.module in modules)
     if not incomplete:
         return
-    with initializing(), WholeParameters(model, targets) as wholes:
+    with initializing(), WholeOnRead(model, targets) as wholes:
 
         def initialize(name: str) -> None:
             module = places[name].module

@@ -1,4 +1,4 @@
-"""``KINDS``: the kinds of things that plugins offer by name, one :class:`Kind` per hook that returns classes or commands."""
+"""``KINDS``: the kinds of things that plugins offer by name, one :class:`OfferKind` per hook that returns classes or commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bmt_core.settings import MeshAxis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class OfferKind:
     """One kind of thing that plugins offer. An offer is a subclass of ``base``, or an instance if ``offers_instances``."""
 
     name: str
@@ -30,25 +30,25 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind(name="comm backend", hook="bmt_comm_backends", base=CommBackend),
-        Kind(name="kernel provider", hook="bmt_kernel_providers", base=KernelProvider),
-        Kind(name="optimizer", hook="bmt_optimizers", base=torch.optim.Optimizer),
-        Kind(name="checkpoint format", hook="bmt_checkpoint_formats", base=object),
-        Kind(name="command", hook="bmt_cli_commands", base=click.Command, offers_instances=True),
+        OfferKind(name="comm backend", hook="bmt_comm_backends", base=CommBackend),
+        OfferKind(name="kernel provider", hook="bmt_kernel_providers", base=KernelProvider),
+        OfferKind(name="optimizer", hook="bmt_optimizers", base=torch.optim.Optimizer),
+        OfferKind(name="checkpoint format", hook="bmt_checkpoint_formats", base=object),
+        OfferKind(name="command", hook="bmt_cli_commands", base=click.Command, offers_instances=True),
     )
 }
 # Not in KINDS, because axes depend on the settings of a run: plugins are asked in each run.
-AXIS = Kind(name="axis", hook="bmt_mesh_axes", base=MeshAxis, offers_instances=True)
+AXIS = OfferKind(name="axis", hook="bmt_mesh_axes", base=MeshAxis, offers_instances=True)
 
 
-def check_offers(kind: Kind, offers: object, plugin: str) -> list[tuple[str, Any]]:
+def check_offers(kind: OfferKind, offers: object, plugin: str) -> list[tuple[str, Any]]:
     """Return ``offers``, which ``plugin`` returned from the hook, as (name, offer) pairs; PluginError if they are wrong."""
     if not isinstance(offers, Sequence) or isinstance(offers, str):
         raise PluginError(f"The {plugin} must return a list from {kind.hook}(), it returned {offers!r}.")
     return [(_checked_name(kind, offer, plugin), offer) for offer in offers]
 
 
-def _checked_name(kind: Kind, offer: Any, plugin: str) -> str:
+def _checked_name(kind: OfferKind, offer: Any, plugin: str) -> str:
     if kind.offers_instances:
         fits, wanted = isinstance(offer, kind.base), f"{kind.base.__name__} objects"
     else:

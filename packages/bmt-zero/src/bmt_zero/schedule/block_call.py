@@ -21,7 +21,7 @@ from bmt_zero.gradients.full_gradients import FullGradients
 from bmt_zero.schedule.postponed_group import PostponedGroup
 from bmt_zero.schedule.sharded_block import ShardedBlock
 from bmt_zero.schedule.sharded_group import ShardedGroup
-from bmt_zero.sharding.parameter_slots import ParameterSlots, WholeParameters
+from bmt_zero.sharding.parameter_slots import ParameterSlots, SlotValues
 
 _numbers = itertools.count()
 
@@ -61,7 +61,7 @@ class BlockCall:
         self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
         # By the address of a leaf: the number of its group, its number in that group, and the leaf.
         self._leaf_at: dict[int, tuple[int, int, torch.Tensor]] = {}
-        self._whole: tuple[ParameterSlots, WholeParameters] | None = None  # put into the modules by backward
+        self._whole: tuple[ParameterSlots, SlotValues] | None = None  # put into the modules by backward
         self._full: dict[int, FullGradients] = {}
         # By the number of the group, if the current backward postpones.
         self._postponed: dict[int, PostponedGroup] = {}

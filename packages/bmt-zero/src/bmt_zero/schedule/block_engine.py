@@ -20,7 +20,7 @@ from bmt_zero.schedule.block_call import BlockCall
 from bmt_zero.schedule.recomputation import Recomputation
 from bmt_zero.schedule.saved_tensors import saved_for_backward
 from bmt_zero.schedule.sharded_block import ShardedBlock
-from bmt_zero.sharding.parameter_slots import WholeParameters
+from bmt_zero.sharding.parameter_slots import SlotValues
 
 
 class BlockEngine:
@@ -90,20 +90,20 @@ class BlockEngine:
         finally:
             call.end_forward(succeeded=succeeded, backward_follows=backward_follows)
 
-    def _enter(self, call: BlockCall) -> tuple[torch.Tensor | None, WholeParameters]:
+    def _enter(self, call: BlockCall) -> tuple[torch.Tensor | None, SlotValues]:
         block = self.block
         parameters = block.parameters()
         foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in block.slots.foreign}
         if torch.is_grad_enabled():
             call.foreign = {key: full.detach() for key, full in foreign.items()}
         if not torch.is_grad_enabled() or True not in [parameter.requires_grad for parameter in parameters]:
-            return None, WholeParameters([view.detach() for group in call.groups for view in group.views()], foreign)
+            return None, SlotValues([view.detach() for group in call.groups for view in group.views()], foreign)
         if self._leaf is None:
             with torch.inference_mode(False):
                 self._leaf = torch.empty(0, requires_grad=True)
         call.leaf = self._leaf
         token, *fulls = Enter.apply(call, self._leaf, *parameters)  # type: ignore[no-untyped-call]
-        return token, WholeParameters(fulls, foreign)
+        return token, SlotValues(fulls, foreign)
 
     def _forward(
         self, call: BlockCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -19,7 +19,7 @@ from bmt_zero.schedule.recomputed_buffers import BlockBuffers
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.schedule.zero_run import ZeroRun, zero_run
 from bmt_zero.sharding.parameter_group import ParameterGroup
-from bmt_zero.sharding.parameter_slots import ParameterSlots, Slot, WholeParameters
+from bmt_zero.sharding.parameter_slots import ParameterSlots, Slot, SlotValues
 
 _numbers = itertools.count()
 
@@ -92,7 +92,7 @@ class ShardedBlock:
 
     def whole_for_backward(
         self, leaves: Mapping[ShardedGroup, Sequence[torch.Tensor]], foreign: dict[int, torch.Tensor]
-    ) -> WholeParameters:
+    ) -> SlotValues:
         """Return the whole parameters to put into the block's modules while the backward of a call runs.
 
         ``leaves``: the whole parameters of the groups that the call has gathered; the block may have other groups by now.
@@ -101,10 +101,10 @@ class ShardedBlock:
         """
         own = [whole for group in self.groups for whole in leaves.get(group, group.group.parameters)]
         if not foreign:
-            return WholeParameters(own, foreign)
+            return SlotValues(own, foreign)
         with torch.enable_grad():
             others = [slot.parameter for slot in self.slots.foreign if id(slot.parameter) in foreign]
-            return WholeParameters(own, {id(p): p.gathered_as(foreign[id(p)]) for p in others})
+            return SlotValues(own, {id(p): p.gathered_as(foreign[id(p)]) for p in others})
 
     def may_free_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of a buffer of this block that may be freed while ``tensor`` lives."""

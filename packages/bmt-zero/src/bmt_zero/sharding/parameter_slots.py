@@ -19,8 +19,8 @@ class Slot(NamedTuple):
     parameter: DistributedParameter
 
 
-class WholeParameters(NamedTuple):
-    """The whole parameters that are put into the slots while a block computes.
+class SlotValues(NamedTuple):
+    """The whole parameters that are put into a block's slots while it computes.
 
     ``own``: those that the block shards, in the order of its groups. ``foreign``: those that others shard, by the parameters' ids.
     """
@@ -46,14 +46,14 @@ class ParameterSlots:
         self._own = [(holder, name, index_of[id(p)]) for holder, name, p in slots if id(p) in index_of]
         self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
         self._attributes = attributes
-        self._inside: list[WholeParameters] = []
+        self._inside: list[SlotValues] = []
 
-    def put(self, whole: WholeParameters) -> None:
+    def put(self, whole: SlotValues) -> None:
         """Put ``whole`` into the modules."""
         self._inside.append(whole)
         self._show(whole)
 
-    def take_out(self, whole: WholeParameters) -> None:
+    def take_out(self, whole: SlotValues) -> None:
         """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the sharded parameters."""
         self._inside = [other for other in self._inside if other is not whole]
         self.show_present()
@@ -83,7 +83,7 @@ class ParameterSlots:
         found = [holder.get(name) for holder, name, _ in self._slots]
         return not any(map(operator.is_not, found, [parameter for _, _, parameter in self._slots]))
 
-    def _show(self, whole: WholeParameters) -> None:
+    def _show(self, whole: SlotValues) -> None:
         own, foreign = whole
         for holder, name, index in self._own:
             holder[name] = own[index]

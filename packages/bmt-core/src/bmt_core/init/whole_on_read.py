@@ -1,4 +1,4 @@
-"""``WholeParameters``: while modules initialise themselves, they see whole parameters and not this rank's parts.
+"""``WholeOnRead``: while modules initialise themselves, they see whole parameters and not this rank's parts.
 
 [Note: whole while initialised] ``reset_parameters()``, ``_init_weights()`` and users' functions write to whole parameters, and
 not only to those of one module: a model may initialise all of its layers again. So while a model is initialised, its modules
@@ -37,7 +37,7 @@ class _State:
     version: int = 0  # of the parameter, when its data was last replaced
 
 
-class WholeParameters:
+class WholeOnRead:
     """Inside ``with``, distributed parameters of ``model`` become whole when code run by :meth:`call` reads them.
 
     Only ``targets``, which have no values before, keep what is written to them. The memory for whole parameters is at most
@@ -58,7 +58,7 @@ class WholeParameters:
         self._whole: dict[Any, _State] = {}  # in the order in which they became whole
         self._settled: set[Any] = set()  # parameters that the current call must not change
 
-    def __enter__(self) -> WholeParameters:
+    def __enter__(self) -> WholeOnRead:
         for module in self._own:
             module.__dict__["_parameters"] = _WholeWhenRead(module, self._read)
         for parameter, state in self._states.items():
