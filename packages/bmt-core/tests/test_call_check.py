@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import bmt_core
 from bmt_core.comm import all_gather_object, call_check, call_watch
-from bmt_core.comm.call_check import naming
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.rank_states import Call, RankState, missing_ranks, ring_of_waits
 from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
@@ -49,7 +49,7 @@ def different_sizes() -> None:
 
 
 def different_names() -> None:
-    with naming(f"for layer {bmt_core.rank()}"):
+    with call_purpose(f"for layer {bmt_core.rank()}"):
         distributed.all_reduce(torch.ones(3))
 
 

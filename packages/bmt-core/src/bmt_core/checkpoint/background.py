@@ -49,7 +49,7 @@ def start_save(what: str, write: Callable[[], None]) -> None:
     save.thread.start()
 
 
-def tried(make: Callable[[], T]) -> Callable[[], T]:
+def capture_result(make: Callable[[], T]) -> Callable[[], T]:
     """Call ``make`` now, and return a function that returns its result or raises its error.
 
     The main thread calls it for work whose result the saving thread needs. If it fails on one rank, the threads of all ranks learn

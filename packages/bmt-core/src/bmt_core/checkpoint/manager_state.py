@@ -57,7 +57,7 @@ def prepared_manager(
     if manager is None:
         yield lambda: None
     elif head["optimizer"] == PER_RANK:
-        yield _tried_rank_state(manager, own, what)
+        yield _checked_rank_state(manager, own, what)
     elif broadcast_object(has_references(state), group):
         with opened_by_all(folder / OPTIMIZER, what) as shared:
             shared.verify()
@@ -72,7 +72,7 @@ def prepared_manager(
         yield _checked_logical_state(manager, model, state, what)
 
 
-def _tried_rank_state(manager: Any, own: Any, what: str) -> Callable[[], None]:
+def _checked_rank_state(manager: Any, own: Any, what: str) -> Callable[[], None]:
     def load_own() -> None:
         with collective_section(world_group(), what), _as_checkpoint_error(manager):
             manager.load_state_dict(own)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing, replacing_directory
-from bmt_core.checkpoint.background import group_of_writers, join_last_save, start_save, tried
+from bmt_core.checkpoint.background import capture_result, group_of_writers, join_last_save, start_save
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
 from bmt_core.checkpoint.format_choice import FormatChoice, choose_directory_format, choose_format
@@ -94,7 +94,7 @@ def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFor
 def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
     save = DirectorySave(target, state, what)
     if non_blocking:
-        group, copies = group_of_writers(), tried(lambda: snapshot(save.parts()))
+        group, copies = group_of_writers(), capture_result(lambda: snapshot(save.parts()))
         start_save(what, lambda: save.write(lambda: copies()[0], group))
     else:
         save.write(save.parts, world_group())

@@ -20,7 +20,13 @@ from typing import Any
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
-from bmt_core.checkpoint.background import finish_last_save, group_of_writers, join_last_save, start_save, tried
+from bmt_core.checkpoint.background import (
+    capture_result,
+    finish_last_save,
+    group_of_writers,
+    join_last_save,
+    start_save,
+)
 from bmt_core.checkpoint.directory_reader import INDEX_FILE
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.loading import prepared_load
@@ -114,7 +120,7 @@ def save_checkpoint(
 
     if non_blocking:
         # Copies, because training goes on and changes these objects.
-        copies = tried(lambda: (copy.deepcopy(training), snapshot(*(save.parts() for save in saves))))
+        copies = capture_result(lambda: (copy.deepcopy(training), snapshot(*(save.parts() for save in saves))))
         start_save(what, lambda: write(copies))
     else:
         write(lambda: (training, [save.parts() for save in saves]))

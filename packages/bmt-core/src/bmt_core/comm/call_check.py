@@ -87,7 +87,7 @@ class GroupCalls:
         Raises :class:`CallError` if another rank has entered a different call.
         """
         text = f"{' '.join(map(str, operation))}, {tensor.nbytes} bytes"
-        return self._enter(text + _names.shown, compared=text + _names.compared)
+        return self._enter(text + _purpose.shown, compared=text + _purpose.compared)
 
     def enter_on_device(self, operation: tuple[object, ...], tensor: torch.Tensor) -> None:
         """Like :meth:`enter`, for a call on a GPU; return when all members have entered it.
@@ -101,7 +101,7 @@ class GroupCalls:
     def connect(self) -> None:
         """Wait until all members are about to connect the group, because connecting has no timeout of its own."""
         text = "the first operation on the group"
-        self._meet(self._enter(text + _names.shown, compared=text))
+        self._meet(self._enter(text + _purpose.shown, compared=text))
 
     def wait(self, call: Call, work: dist.Work) -> None:
         """Wait for ``work``, the operation of ``call`` on the CPU."""
@@ -184,7 +184,7 @@ class GroupCalls:
         return self._watch.error_of_lost_connection(call, error)
 
 
-class naming:  # a context manager that is read like a function
+class call_purpose:  # a context manager that is read like a function
     """Inside, errors about collectives name the collective's ``purpose``, such as a parameter's name.
 
     The purpose is compared between ranks; pass ``is_compared=False`` if it may differ.
@@ -195,15 +195,15 @@ class naming:  # a context manager that is read like a function
         self._compared = self._shown if is_compared else ""
 
     def __enter__(self) -> None:
-        self._before = _names.shown, _names.compared
-        _names.shown, _names.compared = self._shown, self._compared
+        self._before = _purpose.shown, _purpose.compared
+        _purpose.shown, _purpose.compared = self._shown, self._compared
 
     def __exit__(self, *exception: object) -> None:
-        _names.shown, _names.compared = self._before
+        _purpose.shown, _purpose.compared = self._before
 
 
-class _Names(threading.local):
-    """What :class:`naming` adds to the texts of this thread's calls."""
+class _Purpose(threading.local):
+    """What :class:`call_purpose` adds to the texts of this thread's calls."""
 
     shown = compared = ""
 
@@ -225,7 +225,7 @@ class _Entry(NamedTuple):
         return cls(int(number), int(rank), *texts.split("\n", 1))
 
 
-_names = _Names()
+_purpose = _Purpose()
 
 
 def _has_ended(work: dist.Work) -> bool:

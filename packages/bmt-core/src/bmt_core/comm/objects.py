@@ -27,7 +27,7 @@ def all_gather_object(obj: object, group: Group) -> list[Any]:
     """
     if group.size == 1:
         return [obj]
-    with _messages():
+    with _host_exchange():
         return _all_gathered(obj, group)
 
 
@@ -55,7 +55,7 @@ def broadcast_object(obj: object, group: Group, src: int = 0) -> Any:
     """Return the ``obj`` of ``group.ranks[src]`` on every rank; what others pass is ignored. Collective."""
     if group.size == 1:
         return obj
-    with _messages():
+    with _host_exchange():
         return _broadcasted(obj, group, src)
 
 
@@ -80,7 +80,7 @@ class SentObject:
     """
 
     def __init__(self, obj: object, group: Group, dst: int) -> None:
-        with _messages():
+        with _host_exchange():
             payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
             self._tensors = torch.tensor([payload.numel()]), payload  # kept until they are sent
             self._works = [group.send(tensor, dst) for tensor in self._tensors]
@@ -93,7 +93,7 @@ class SentObject:
 
 def recv_object(group: Group, src: int) -> Any:
     """Return what the group's rank ``src`` sends by :class:`SentObject`."""
-    with _messages():
+    with _host_exchange():
         size = torch.zeros(1, dtype=torch.int64)
         group.recv(size, src).wait()
         payload = torch.empty(int(size), dtype=torch.uint8)
@@ -102,7 +102,7 @@ def recv_object(group: Group, src: int) -> Any:
 
 
 @contextmanager
-def _messages() -> Iterator[None]:
+def _host_exchange() -> Iterator[None]:
     """Inside, tensors are made on the CPU whatever the default device is, and a lost connection raises RemoteError."""
     try:
         with torch.device("cpu"):

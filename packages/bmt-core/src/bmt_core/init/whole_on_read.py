@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter, lend_data
+from bmt_core.params.parameter import DistributedParameter, set_data_silently
 from bmt_core.params.uninitialized import can_hold_nan, fill_with_nan, has_nan, has_values, mark_uninitialized
 
 
@@ -71,10 +71,10 @@ class WholeOnRead:
             module.__dict__["_parameters"] = module.__dict__["_parameters"].data
         lost = [state.name for p, state in self._states.items() if p not in self._whole and p._version != state.version]
         for parameter, state in self._states.items():
-            lend_data(parameter, state.part)
+            set_data_silently(parameter, state.part)
             parameter._is_lent = False
             if not state.has_values or (state.is_target and parameter in self._whole):  # still whole after an error
-                mark_uninitialized(parameter)  # again: lend_data changed its version
+                mark_uninitialized(parameter)  # again: set_data_silently changed its version
         if lost and error is None:
             raise _not_whole(", ".join(lost))
 
@@ -121,7 +121,7 @@ class WholeOnRead:
             _gather(parameter, state.part, whole)
         else:
             fill_with_nan(whole)
-        lend_data(parameter, whole)
+        set_data_silently(parameter, whole)
         state.version = parameter._version
         self._whole[parameter] = state
 
@@ -195,7 +195,7 @@ def _gather(parameter: DistributedParameter, part: torch.Tensor, whole: torch.Te
 
 def _lend_placeholder(parameter: DistributedParameter, state: _State) -> None:
     element = fill_with_nan(torch.empty((), dtype=parameter.dtype, device=parameter.device))
-    lend_data(parameter, element.expand(parameter.whole_shape))
+    set_data_silently(parameter, element.expand(parameter.whole_shape))
     state.version = parameter._version
 
 

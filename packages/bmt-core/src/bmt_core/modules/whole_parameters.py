@@ -11,7 +11,7 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.modules.outermost_call import is_call_under_way, reading_parts, refusing_calls
-from bmt_core.params.parameter import DistributedParameter, lend_data
+from bmt_core.params.parameter import DistributedParameter, set_data_silently
 from bmt_core.params.uninitialized import has_values, list_names
 from bmt_core.torch_internals import storage_key
 
@@ -31,13 +31,13 @@ _lent_now: set[DistributedParameter] = set()
 
 def _lend(parameter: DistributedParameter, data: torch.Tensor) -> _Lent:
     part = parameter.data
-    lend_data(parameter, data)
+    set_data_silently(parameter, data)
     _lent_now.add(parameter)
     return _Lent(part, parameter._version, storage_key(parameter))
 
 
 def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
-    lend_data(parameter, lent.part)
+    set_data_silently(parameter, lent.part)
     _lent_now.discard(parameter)
 
 

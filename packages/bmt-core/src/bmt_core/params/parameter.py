@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from bmt_core.comm.autograd import AllGather, gather_stacked
-from bmt_core.comm.call_check import naming
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.params.gradient_sum import GradientSum
@@ -200,7 +200,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         ``part`` is this rank's part of that tensor. If every rank holds all of it (one rank, ZeRO level 0), a view is returned.
         """
         self.wait_for_updates()
-        with naming(f"for {self.description}"):
+        with call_purpose(f"for {self.description}"):
             return self._shard.assemble(part)
 
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
@@ -440,8 +440,8 @@ def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Te
         return shard.part(data.detach()).to(device, copy=True)
 
 
-def lend_data(parameter: DistributedParameter, data: torch.Tensor) -> None:
-    """Set the data of ``parameter``, of any shape, without telling its owner. The caller must set its part again later."""
+def set_data_silently(parameter: DistributedParameter, data: torch.Tensor) -> None:
+    """Set the data of ``parameter``, of any shape, without telling its owner: for a while, or as its new owner."""
     set_data(parameter, data)
 
 
@@ -472,7 +472,7 @@ class _Gather(torch.autograd.Function):
         ctx.parameter = parameter
         if full is not None:
             return full.detach()
-        with naming(f"for {parameter.description}"):
+        with call_purpose(f"for {parameter.description}"):
             full = parameter._shard.assemble(part.detach())
         # With one rank it would be the part itself: a write to a gathered tensor must not depend on the number of ranks.
         return full.clone() if storage_key(full) == storage_key(part) else full
@@ -482,7 +482,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
-        with naming(f"for the gradient of {parameter.description}"):
+        with call_purpose(f"for the gradient of {parameter.description}"):
             reduced = parameter._shard.reduce(grad, current().gradient_divisor)
         return take_now(parameter, reduced), None, None
 

@@ -115,7 +115,7 @@ class HostShard:
         self.views[p]["weight"].copy_(p.detach())
 
 
-def lying_together(p: torch.nn.Parameter, others: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+def parameters_in_storage_of(p: torch.nn.Parameter, others: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Return ``p`` and those of ``others`` that are slices of the same storage, of the same owner."""
     if not _is_slice(p):
         return [p]

@@ -22,7 +22,7 @@ from bmt_optim.offload.copies import Copies, CudaCopies, HostNumber
 from bmt_optim.offload.deltas import Deltas, copied_masters
 from bmt_optim.offload.gradient_copies import GradientCopies
 from bmt_optim.offload.host_memory import CHUNK
-from bmt_optim.offload.host_shard import HostShard, lying_together
+from bmt_optim.offload.host_shard import HostShard, parameters_in_storage_of
 from bmt_optim.offload.host_update import HostUpdate, run_all
 
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ class AdamOffloadOptimizer(AdamOptimizer):
         if p not in self._shards:
             # Parameters that already have a shard keep it, because their states are there.
             others = [q for group in self.param_groups for q in group["params"] if q not in self._shards]
-            shard = HostShard(lying_together(p, others), is_compact=self._is_compact(p))
+            shard = HostShard(parameters_in_storage_of(p, others), is_compact=self._is_compact(p))
             self._shards.update(dict.fromkeys(shard.params, shard))
         return self._shards[p]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from bmt_core.comm import ReduceOp, Work
-from bmt_core.comm.call_check import naming
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.errors import BmtError
 from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
@@ -262,7 +262,7 @@ class GradientReducer:
             full *= division.before
         if not self._purpose:
             self._purpose = f"for gradients of {self._group.labels}"
-        with naming(self._purpose):
+        with call_purpose(self._purpose):
             if self._group.is_replicated:
                 return self._ranks.all_reduce(full, division.op)
             return self._ranks.reduce_scatter(reduced, full, division.op)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from bmt_core.params.parameter import DistributedParameter, lend_data
+from bmt_core.params.parameter import DistributedParameter, set_data_silently
 from bmt_zero.sharding.flat_layout import flat_layout
 from bmt_zero.sharding.parameter_group import ParameterGroup
 
@@ -57,5 +57,5 @@ class RankMajorGroup(ParameterGroup):
 
     def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
         assert isinstance(parameter, DistributedParameter)
-        lend_data(parameter, place.copy_(parameter.data))
+        set_data_silently(parameter, place.copy_(parameter.data))
         return parameter

@@ -18,7 +18,7 @@ from enum import Enum, auto
 
 import torch
 
-from bmt_core.comm.call_check import naming
+from bmt_core.comm.call_check import call_purpose
 from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import named_in_trace, storage_key
@@ -87,7 +87,7 @@ class UnshardedBuffer:
             self._read_until = None
         if not self._purpose:
             self._purpose = f"for {self._group.labels}"
-        with naming(self._purpose), named_in_trace(f"gather {name}"):
+        with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
             self._arrival = self._lane.run(lambda: self._group.ranks.all_gather(self._writer, self._group.shard))
         self.state = BufferState.IN_FLIGHT
 
