@@ -67,7 +67,7 @@ def reduce_scatter(*, max_bytes: int | None = None, group: Group | None = None) 
 
 
 def send_recv(*, max_bytes: int | None = None, group: Group | None = None) -> list[Measurement]:
-    """Measure rank 2i sending to rank 2i + 1, all pairs at once. With an odd number of ranks the last one sends nothing.
+    """Measure rank 2i sending to rank 2i + 1, all pairs at once. With an odd number of ranks the last one takes no part.
 
     Raises ConfigError in a group of one rank.
     """

@@ -88,7 +88,7 @@ class PlainGradients:
 
 
 def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
-    """Warn on rank 0 if each gradient has one norm on all ranks, and not all are 0. Collective; the host waits for the device."""
+    """Warn on rank 0 if each gradient has equal norms on all ranks and any is not 0. Collective; the host waits for the device."""
     norms = torch.tensor([0.0 if p.grad is None else float(p.grad.norm()) for p in parameters], dtype=torch.float64)
     extremes = torch.stack([norms, -norms])
     group.all_reduce(extremes, "max").wait()

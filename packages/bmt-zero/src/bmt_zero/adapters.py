@@ -30,7 +30,7 @@ def count_whole_parameters(model: nn.Module) -> None:
 
 
 def added(parent: nn.Module, child: nn.Module | None) -> None:
-    """Extend ``child``, a module that was added to ``parent`` after wrapping, and ``parent`` if it is PEFT's model."""
+    """Extend ``child``, a module that was added to ``parent`` after wrapping, and ``parent`` if it is PEFT's outer model."""
     see_whole_adapters([child])
     if isinstance(child, UnloadsParts):  # so ``parent`` is PEFT's model around the one with adapters
         count_whole_parameters(parent)

@@ -1,4 +1,4 @@
-"""``ModelOrder``: initialises layers that are on several ranks in the order and with the random numbers of one process."""
+"""``ModelOrder``: initialises layers of several ranks as one process would, in its order and with its random numbers."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def first_holders(
 
 
 def ranks_beside(ranks: Sequence[int], rank: int, axes: Collection[str]) -> list[int]:
-    """Return those of ``ranks`` that share with ``rank`` a parameter that is a rank's own along ``axes``."""
+    """Return those of ``ranks`` that hold the same parameter as ``rank``, if it is a rank's own along ``axes``."""
     if not axes:
         return list(ranks)
     topology = current().topology

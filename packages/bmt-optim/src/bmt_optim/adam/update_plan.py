@@ -95,7 +95,7 @@ class UpdatePlan:
     ) -> list[OwnerUpdates]:
         """Return the updates of all parameters in ``groups`` that have gradients.
 
-        ``states`` has the states that ``state_of`` returned before; they are compared by identity.
+        ``states`` has the present state of each parameter for which ``state_of`` was called before; they are compared by identity.
         """
         key = [_key_of(group) for group in groups]
         if not self._is_made_for(key, states):
