@@ -396,6 +396,49 @@ def test_a_gradient_left_by_a_parameter_that_was_frozen_is_in_nobodys_way(level:
         assert values == [4.0 if held else 2.0] * 9 + [True]
 
 
+class TwoScales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(3))
+        self.b = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a * x).sum() + (self.b * x).sum()
+
+
+def gradients_after(
+    actions: str, model: TwoScales, hold: Callable[[], Any], factor: float
+) -> list[torch.Tensor | None]:
+    """h: a backward pass under ``hold``; s: one without it; n, z: an optimizer of b clears; f, u: b is frozen, unfrozen."""
+    optimizer = torch.optim.SGD([model.b], lr=0.0)
+    for number, action in enumerate(actions):
+        if action in "hs":
+            with hold() if action == "h" else nullcontext():
+                model(torch.tensor(factor * 2.0**number)).backward()
+        elif action in "nz":
+            optimizer.zero_grad(set_to_none=action == "n")
+        else:
+            model.b.requires_grad_(action == "u")
+    return [model.a.grad, model.b.grad]
+
+
+def gradients_of_shards_after(actions: str, level: int) -> list[torch.Tensor | None]:
+    block = Block(TwoScales(), False, level)
+    gradients_after(actions, block, lambda: no_sync(block), 1 / runtime.world_size())  # type: ignore[arg-type]
+    return [full_gradient(parameter) for parameter in block.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("level", [0, 1])
+def test_gradients_held_back_are_those_of_torch_though_one_parameter_is_cleared_or_frozen(
+    world_size: int, level: int
+) -> None:
+    for actions in ("hnhs", "hzhs", "hnhnhs", "hfs", "hfhs", "hfhus", "hfsnus", "hfnus", "hnfhs", "shns"):
+        expected = gradients_after(actions, TwoScales(), nullcontext, 1.0)
+        for found in run_ranks(gradients_of_shards_after, world_size, actions, level):
+            torch.testing.assert_close(found, expected, msg=f"{actions}: {found}, not {expected}")
+
+
 class SkipsEmpty(torch.optim.Optimizer):
     """Passes over empty parameters, as it may."""
 

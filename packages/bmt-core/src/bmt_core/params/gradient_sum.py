@@ -40,7 +40,19 @@ class GradientWitness:
 
     def unchanged(self) -> bool:
         """Whether every gradient still has the same memory, unmodified."""
-        return self._left == memory_states([parameter.grad for parameter in self._parameters])
+        return self._left == self._present()
+
+    def changed_all(self) -> bool:
+        """Whether no gradient is as it was."""
+        return all(left != found for left, found in zip(self._left, self._present(), strict=True))
+
+    def changed(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the gradient of ``parameter`` is another one, or was written to. False if it had none."""
+        pairs = zip(self._parameters, self._left, strict=True)
+        return any(p is parameter and memory_states([p.grad]) != [left] for p, left in pairs)
+
+    def _present(self) -> list[tuple[int, int, int] | None]:
+        return memory_states([parameter.grad for parameter in self._parameters])
 
 
 class GradientSum:

@@ -111,14 +111,33 @@ class GradientReducer:
         self.sum.forget_if_cleared()
         has_ended = backward_pass() == -1 and not is_in_scheduled_step()
         has_failed = self._is_adding or (self.is_unwatched and has_ended)
-        if has_failed or (self._witness is not None and not self._witness.unchanged()):
+        if not has_failed and (self._witness is None or self._witness.unchanged()):
+            return
+        if not has_failed and not self._awaited and self._witness is not None and not self._witness.changed_all():
+            self._forget_some(self._witness)
+        else:
             self._held_back = self._witness = None
             self._awaited.clear()
             self._placeholders = []
             self.is_unwatched = self._is_adding = False
 
+    def _forget_some(self, witness: GradientWitness) -> None:
+        """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of several optimizers."""
+        parameters = self._group.parameters
+        cleared = [witness.changed(parameter) for parameter in parameters]
+        if self._held_back is not None:
+            views = self._group.views_of(self._held_back)
+            torch._foreach_zero_([view for view, is_cleared in zip(views, cleared, strict=True) if is_cleared])
+        self._needed = [need and not is_cleared for need, is_cleared in zip(self._needed, cleared, strict=True)]
+        self._placeholders = [p for p in self._placeholders if not witness.changed(p)]
+        left = [None if is_cleared else p.grad for p, is_cleared in zip(parameters, cleared, strict=True)]
+        self._witness = GradientWitness(parameters, left)
+
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, the flat whole gradients, plus those held back, into :attr:`sum`. Collective."""
+        self._is_adding = False
+        self.forget_cleared()
+        needed = self._or_held_back(needed)
         full = self._with_held_back(full)
         reduced = self._output_for(full, stays=self._output_dtype(full) == self._group.dtype and self.sum.is_first)
         division = self._division(full, reduced)
@@ -149,18 +168,19 @@ class GradientReducer:
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
         self._is_adding = False
-        if full is not self._held_back:  # otherwise layers have added to the held-back sum itself
+        are_added = full is self._held_back  # layers have added to the held-back sum itself
+        if not are_added:
             self.forget_cleared()
-            if self._held_back is None:
-                self._held_back = full.to(summation_dtype(self._group.dtype))
-            else:
-                self._held_back += full
-        self._needed, self.is_unwatched = needed, True
+        self._needed, self.is_unwatched = self._or_held_back(needed), True
+        if self._held_back is None:
+            self._held_back = full.to(summation_dtype(self._group.dtype))
+        elif not are_added:
+            self._held_back += full
 
     def expect(self, needed: Sequence[bool]) -> object:
         """Note that the current pass postpones gradients. Return a handle for :meth:`receive` or :meth:`forget`."""
         self.forget_cleared()
-        self._needed, self.is_unwatched = needed, True
+        self._needed, self.is_unwatched = self._or_held_back(needed), True
         awaited = object()
         self._awaited.add(awaited)
         return awaited
@@ -194,8 +214,8 @@ class GradientReducer:
         missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]
         if missing:
             zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._group.shard)), strict=True))
-            for parameter in missing:
-                parameter.grad = zeros[parameter]
+            for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself
+                parameter.grad = zeros[parameter].data
             self._placeholders += missing
         self._witness = GradientWitness(parameters, [parameter.grad for parameter in parameters])
 
@@ -223,6 +243,12 @@ class GradientReducer:
         # No all-reduce can send a half type and sum in float32.
         is_wide = self._group.is_replicated or self._reduce_dtype == "fp32"
         return summation_dtype(dtype) if is_wide else dtype
+
+    def _or_held_back(self, needed: Sequence[bool]) -> Sequence[bool]:
+        """Return ``needed`` plus the parameters with held-back gradients: one that was frozen since then keeps its gradient."""
+        if self._held_back is None:
+            return needed
+        return [now or before for now, before in zip(needed, self._needed, strict=True)]
 
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         self._is_adding = False

@@ -18,7 +18,9 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     The first backward whose forward ran outside reduces the sums, once. They are the whole gradients of these blocks, 4 bytes
     a parameter; ``with no_sync(model) as held:`` gives their size in bytes on this rank. To save memory, gradients of blocks of
     levels 2 and 3 and of parameters outside of blocks are still reduced at every micro-batch. The resulting gradients are the same.
-    ``zero_grad`` drops the local sums.
+    Until then ``.grad`` is zero for blocks of levels 0 and 1. ``zero_grad`` drops the local sums, and so does any other change of
+    ``.grad``, so change gradients after the last micro-batch. A gradient hook makes its rank reduce at every micro-batch: register
+    hooks on all ranks.
     """
     engines = [module.__dict__["_bmt_block"] for module in model.modules() if "_bmt_block" in module.__dict__]
     held_back: list[BlockEngine] = [engine for engine in engines if engine.block.level < 2]
