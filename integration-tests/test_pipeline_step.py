@@ -26,10 +26,11 @@ from pipeline_trainings import (
 from torch import nn
 from torch.distributed import TCPStore
 
+from bmt_core import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
-from bmt_pipeline import train_step
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 
 LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -127,3 +128,57 @@ def goes_on() -> None:
 
 def test_a_stage_that_tells_shapes_does_not_wait_until_they_are_taken() -> None:
     run_ranks(goes_on, 2, init={"pipe_size": 2})
+
+
+class Shift(nn.Module):
+    """Adds a parameter and a bias, so that each has the gradient of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x + self.weight + bias
+
+
+class Shifts(PipelineModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = DistributedParameter(torch.zeros(4, dtype=torch.bfloat16))
+        self.layers = PipelineTransformerBlockList([Shift() for _ in range(2)])
+        self.last = DistributedParameter(torch.zeros(4, dtype=torch.bfloat16))
+
+    def before_layers(self, x: torch.Tensor) -> Any:
+        return x + self.first, torch.zeros(1, 4, dtype=torch.bfloat16)
+
+    def after_layers(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.last
+
+
+def gradients_of_shifts(schedule: str) -> set[float]:
+    """The gradients of a model whose first micro-batch has a large gradient, 256, and whose seven others have small ones, 1."""
+    model = Shifts()
+    x, factors = torch.zeros(8, 4, dtype=torch.bfloat16), torch.tensor([256.0] + [1.0] * 7)
+    train_step(model, lambda out, factor: (out.float() * factor[:, None]).sum(), (x, factors), schedule, 8)
+    return {value for grad in whole_gradients(model).values() for value in grad.flatten().tolist()}
+
+
+def gradients_of_a_shared_bias() -> set[float]:
+    bias = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
+    x, factors = torch.zeros(8, 4, dtype=torch.bfloat16), torch.tensor([256.0] + [1.0] * 7)
+    out = PipelineTransformerBlockList([Shift() for _ in range(2)])(x, bias)
+    (out.float() * factors[:, None] / 2).sum().backward()  # two layers add it
+    assert bias.grad is not None
+    return set(bias.grad.flatten().tolist())
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_small_gradients_in_half_precision_add_up_over_micro_batches(stages: int) -> None:
+    total = torch.tensor(263.0).bfloat16().item()
+    init = {"pipe_size": stages, "gradients": "mean"}
+    for schedule in ("1f1b", "zero-bubble"):
+        assert run_ranks(gradients_of_shifts, stages, schedule, init=init) == [{total / 8}] * stages
+    assert (
+        run_ranks(gradients_of_a_shared_bias, stages, init={**init, "num_micro_batches": 8 * stages})
+        == [{total}] * stages
+    )

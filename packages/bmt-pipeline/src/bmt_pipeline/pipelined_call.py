@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.modules.layer_list import States, run_layers
 from bmt_core.nested import tensors_in
+from bmt_core.params.shard import summation_dtype
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates
 from bmt_pipeline.agreement import raise_together
@@ -93,7 +94,9 @@ class BatchEnds:
                 continue
             total = self.input_gradients[index]
             if total is None:
-                total = self.input_gradients[index] = torch.zeros_like(whole)
+                # Only an argument that all rows share gets several gradients, which are summed in float32.
+                dtype = whole.dtype if dim is not None else summation_dtype(whole.dtype)
+                total = self.input_gradients[index] = torch.zeros_like(whole, dtype=dtype)
             if dim is None:
                 total[self.batch.ranks_of(micro_batch)[0]] += grad
             else:
@@ -163,7 +166,8 @@ class PipelinedCall:
         runner.run(self._backwards)
         runner.end()
         raise_together(self._group, runner.error, runner.has_failed)
-        return self._ends.input_gradients
+        pairs = zip(self._ends.input_gradients, self._batch.tensors, strict=True)
+        return [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
     def _joined(self, index: int, like: torch.Tensor) -> torch.Tensor:
         if not self._is_last:

@@ -13,6 +13,7 @@ from bmt_core.modules.layer_list import run_layers
 from bmt_core.modules.outermost_call import gather_as_leaves, module_call
 from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.shard import summation_dtype
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key, raise_together
 from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
@@ -120,6 +121,7 @@ class _Step:
         layers, schedule, group = self._layers, self._schedule, pipeline_group()
         outside = [p for p in self._model.parameters() if isinstance(p, DistributedParameter) and not p._in_block]
         pairs = gather_as_leaves(outside)
+        sums = [_GradientSum(leaf) for whole, leaf in pairs if whole.requires_grad]
         parts = [
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
             for chunk, blocks in enumerate(layers.layers_of_chunks())
@@ -128,11 +130,10 @@ class _Step:
         runner.run(schedule.orders[layers.stage_id])
         runner.end()
         raise_together(group, runner.error, runner.has_failed)
-        trained = [(whole, leaf) for whole, leaf in pairs if whole.requires_grad]
+        trained = [whole for whole, _ in pairs if whole.requires_grad]
         if trained:
             # Collective: ranks whose stage has not used a parameter take part too.
-            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf in trained]
-            torch.autograd.backward([whole for whole, _ in trained], grads)
+            torch.autograd.backward(trained, [sum_.rounded(whole) for whole, sum_ in zip(trained, sums, strict=True)])
         return self._mean_loss()
 
     def compute(self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any) -> Any:
@@ -174,6 +175,26 @@ class _Step:
         mean = torch.stack(own).mean() if own else torch.zeros((), device=device)
         group.broadcast(mean, self._schedule.place_of(self._schedule.parts - 1)[0]).wait()
         return mean
+
+
+class _GradientSum:
+    """Sums the gradients that ``leaf`` gets from micro-batches, from the second one on in float32."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._total: torch.Tensor | None = None
+        leaf.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch annotates nothing
+
+    def rounded(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the sum in the dtype of ``like``; zeros if there was no gradient."""
+        return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
+
+    def _take(self, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if self._total is None or grad is None:
+            self._total = grad
+        else:
+            self._total = self._total.to(summation_dtype(grad.dtype))
+            self._total += grad
 
 
 class _Part:
