@@ -262,6 +262,26 @@ def test_what_takes_parts_for_whole_parameters_is_refused_and_changes_nothing() 
         assert all("Call OptimManager().clip_grad_norm(model.parameters(), max_norm)" in text for text in clipping)
 
 
+def scaled_by_torch() -> list[str]:
+    """What a GradScaler raises for sharded parameters, and nothing for replicated ones."""
+    found = []
+    for level in (3, 0):
+        block = Block(nn.Linear(4, 4), zero_level=level)
+        optimizer, scaler = torch.optim.SGD(block.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(block(torch.ones(2, 4)).sum()).backward()
+        found += [error_of(lambda call=call, o=optimizer: call(o)) for call in (scaler.unscale_, scaler.step)]
+    return found
+
+
+def test_a_grad_scaler_of_torch_is_refused_where_ranks_have_parts() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for *refused, unscaled, stepped in run_ranks(scaled_by_torch, 2):
+            assert all("Let OptimManager(loss_scale=...) scale the loss" in text for text in refused)
+            assert (unscaled, stepped) == ("", "")
+    assert run_ranks(scaled_by_torch, 1) == [[""] * 4]
+
+
 class Listing(nn.Linear):
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
         return [super().forward(x), x]

@@ -2,8 +2,9 @@
 
 ``DistributedDataParallel``, which libraries such as accelerate and Hugging Face's Trainer put around a model, would overwrite every
 rank's parts with those of rank 0. FSDP would shard the parts again. ``clip_grad_norm_`` would compute a different norm on every
-rank. Rules of ``torch.nn.init`` that need rows and columns would see one dimension. None of these functions calls a method of the
-parameter that could raise, so the functions themselves are wrapped, from the start of a run to its end.
+rank, and a ``GradScaler`` would skip a step on some ranks only. Rules of ``torch.nn.init`` that need rows and columns would see one
+dimension. None of these functions calls a method of the parameter that could raise, so the functions themselves are wrapped, from
+the start of a run to its end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from bmt_core.errors import ConfigError
@@ -34,6 +36,8 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))
     runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
+    for name in ("unscale_", "step"):
+        runtime.at_shutdown.append(call_before(GradScaler, name, _refuse_scaler))
 
 
 def _refuse_data_parallel(wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -59,6 +63,15 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
             "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's parts of the gradients, which differs between"
             " ranks. Call OptimManager().clip_grad_norm(model.parameters(), max_norm), which computes the norm over all ranks;"
             " it works without the manager's step() too."
+        )
+
+
+def _refuse_scaler(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if scaler.is_enabled() and any(isinstance(p, DistributedParameter) and p.is_part for p in parameters):
+        raise ConfigError(
+            "torch's GradScaler would look for inf and NaN in this rank's parts of the gradients only: a rank without any would"
+            " take a step that others skip. Let OptimManager(loss_scale=...) scale the loss; it asks all ranks."
         )
 
 

@@ -62,7 +62,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     first.
 
     ``step`` understands the attributes ``found_inf`` and ``grad_scale`` with which ``torch.amp.GradScaler`` skips and unscales
-    on the device.
+    on the device; a scaler is refused where ranks hold parts of parameters.
 
     >>> parameter = torch.nn.Parameter(torch.ones(2))
     >>> parameter.grad = torch.tensor([1.0, -1.0])
