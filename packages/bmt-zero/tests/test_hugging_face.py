@@ -328,3 +328,14 @@ def test_a_trainer_is_refused_with_the_way_out_and_evaluates(tmp_path: Path) -> 
             assert "step by an OptimManager" in text and "docs/hugging-face.md" in text
         assert "OptimManager().clip_grad_norm(model.parameters(), max_norm)" in clipping
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def tied_again(name: str) -> bool:
+    model: Any = BMTrainModelWrapper(built(name))
+    before = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    model.tie_weights()
+    return before == [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+
+
+def test_a_wrapped_model_may_tie_its_weights_again() -> None:
+    assert run_ranks(tied_again, 2, "gpt2") == [True, True]

@@ -108,6 +108,15 @@ def test_a_wrapped_model_can_be_copied() -> None:
     run_ranks(copied, 2)
 
 
+def found_by_name() -> bool:
+    model = BMTrainModelWrapper(Model())
+    return all(model.get_parameter(name) is parameter for name, parameter in model.named_parameters())
+
+
+def test_parameters_are_found_by_name() -> None:
+    assert run_ranks(found_by_name, 2) == [True, True]
+
+
 def gradients(model: nn.Module, compiled: Callable[..., torch.Tensor]) -> list[Any]:
     for step in range(2):
         tokens, targets = batch(step)

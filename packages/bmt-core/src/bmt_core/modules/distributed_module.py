@@ -50,6 +50,11 @@ class DistributedModule(nn.Module):
         with reading_parts():
             return super().extra_repr()
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return the parameter itself, of which this rank has a part; reading it as an attribute gathers it."""
+        with reading_parts():
+            return super().get_parameter(target)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, True)
         for key in [prefix + name for name in (*self._parameters, *self._buffers)]:
