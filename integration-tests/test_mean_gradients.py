@@ -18,6 +18,7 @@ from zero_models import Model, batch, full_gradient, my_part
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.collectives import all_reduce
+from bmt_core.run.locality import Locality
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.testing import run_ranks
@@ -137,6 +138,48 @@ def test_the_mean_of_half_types_neither_overflows_nor_is_rounded_before_it_is_di
     assert torch.equal(asked, torch.full((6,), 30000.0, dtype=torch.float16))
 
 
+def of_a_stage(level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype) -> torch.Tensor | None:
+    """A block of one stage: its gradient is summed over half of the ranks, and divided by all."""
+    block = Block(Scaled(dtype), False, level, mode="PIPE", reduce_dtype=reduce_dtype)
+    for x in (2.0, 1.0):
+        block(torch.full((6,), x, dtype=dtype)).float().sum().backward()
+    return full_gradient(block.weight)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("reduce_dtype", ["param", "fp32-sum", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_sum_them(
+    level: int, reduce_dtype: ReduceDtype, dtype: torch.dtype
+) -> None:
+    for found in run_ranks(of_a_stage, 4, level, reduce_dtype, dtype, init={**MEAN, "pipe_size": 2}):
+        assert found is not None and found.tolist() == [1.5] * 6
+
+
+def gathered_alone() -> list[list[float]]:
+    """Gradients of parameters that are read by ``gather()``: every rank has the gradient 1."""
+    block = Block(Scaled(torch.float32), False, 0, mode="PIPE")  # every rank has all of it
+    places = [Locality("pp"), Locality("tp", gradients="share"), Locality("tp", gradients="whole")]
+    alone = [DistributedParameter(torch.zeros(6), locality=[place]) for place in places]
+    parameters = [block.weight, *alone]
+    sum(p.gather().sum() for p in parameters).backward()
+    return [p.gather_like(p.grad).unique().tolist() for p in parameters]
+
+
+@pytest.mark.parametrize(
+    ("grid", "wanted"),
+    [
+        ({"pipe_size": 2}, [0.5, 0.5, 1.0, 1.0]),  # the two ranks of a stage have its own, and all see different data
+        ({"tp_size": 2}, [2.0, 2.0, 2.0, 1.0]),  # two ranks see different data, and four, or two, sum
+        ({"pipe_size": 4}, [0.25, 0.25, 1.0, 1.0]),
+    ],
+    ids=str,
+)
+def test_parameters_that_are_gathered_alone_have_means(grid: Any, wanted: list[float]) -> None:
+    for found in run_ranks(gathered_alone, 4, init={**MEAN, **grid}):
+        assert found == [[one] for one in wanted]
+
+
 class Mixed(nn.Module):
     """A Block, a distributed parameter that is read on its own, and an ordinary one."""
 
@@ -190,6 +233,26 @@ def test_a_manager_divides_nothing_where_gradients_are_means(world_size: int, op
         assert grad_scale == 1 and warned == []
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def ordinary_beside_distributed() -> tuple[list[float], list[float]]:
+    """Gradients after two backward passes with a clip, which sums ordinary ones, after each. Each rank adds its number."""
+    manager = OptimManager()
+    ordinary, distributed = nn.Parameter(torch.zeros(3)), DistributedParameter(torch.zeros(3))
+    manager.add_optimizer(torch.optim.SGD([ordinary, distributed], lr=0.1))
+    for _ in range(2):
+        manager.backward(((ordinary + distributed.gather()) * (current().rank + 1)).sum())
+        manager.clip_grad_norm([ordinary, distributed], 1e9)
+    assert ordinary.grad is not None and distributed.grad is not None
+    return ordinary.grad.tolist(), distributed.gather_like(distributed.grad).tolist()
+
+
+@pytest.mark.parametrize("init", [{}, MEAN], ids=str)
+@pytest.mark.parametrize("grid", [{}, {"tp_size": 2}, {"pipe_size": 2}], ids=str)
+def test_ordinary_parameters_have_the_gradients_of_distributed_ones(init: Any, grid: Any) -> None:
+    wanted = [2 * (1 + 2 + 3 + 4) / (2 if "tp_size" in grid else 4)] * 3  # ranks along tp have the same data
+    for found in run_ranks(ordinary_beside_distributed, 4, init={**init, **grid}):
+        assert found == (wanted, wanted)
 
 
 def plain_pipeline_step(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from scratch_axes import SLICE, grid_with
 from torch import nn
 
 from bmt_core.init.parameter_init import ParameterInitializer, init_parameters, iterate_parameters
@@ -85,6 +86,21 @@ def stalls(clear: str) -> list[float]:
 def test_half_gradients_accumulate_exactly_and_clearing_clears(clear: str, expected: float) -> None:
     for values in run_ranks(stalls, 2, clear):
         assert values == [expected] * 15
+
+
+def large_and_small() -> list[float]:
+    """Of each element one rank has the gradient 256, another one for each, and the others 1."""
+    parameter = DistributedParameter(torch.zeros(4, dtype=torch.bfloat16))
+    x = torch.ones(4)
+    x[runtime.rank()] = 256
+    (parameter.gather() * x).sum().backward()
+    assert parameter.grad is not None
+    return parameter.gather_like(parameter.grad).tolist()
+
+
+def test_half_gradients_are_summed_over_ranks_in_float32() -> None:
+    # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element would come to less.
+    assert run_ranks(large_and_small, 4) == [[260.0] * 4] * 4
 
 
 class Tower(DistributedModule):
@@ -224,6 +240,15 @@ def test_copies_and_pickles_keep_shard_group_and_init_method() -> None:
     run_ranks(copies, 2)
 
 
+def shapes_of_a_slice() -> list[tuple[int, ...]]:
+    parameter = DistributedParameter(torch.empty(3, 2), locality=[Locality("slice", split_dim=1)])
+    return [tuple(shape) for shape in (parameter.full_shape, parameter.whole_shape, parameter.ds_shape)]
+
+
+def test_libraries_see_the_shape_of_the_whole_and_not_of_a_slice() -> None:
+    assert run_ranks(shapes_of_a_slice, 4, init=grid_with(SLICE)) == [[(3, 2), (3, 4), (3, 4)]] * 4
+
+
 def grouped() -> Any:
     tower = Tower()
     tower.head = DistributedParameter(torch.zeros(3), group="head")
@@ -314,3 +339,8 @@ def dropout_streams() -> tuple[list[float], float]:
 def test_dropout_differs_between_ranks_and_the_shared_stream_does_not() -> None:
     (mask0, shared0), (mask1, shared1) = run_ranks(dropout_streams, 2)
     assert mask0 != mask1 and shared0 == shared1
+
+
+def test_dropout_is_alike_on_ranks_with_the_same_data() -> None:
+    masks = [mask for mask, _ in run_ranks(dropout_streams, 4, init=grid_with(SLICE))]
+    assert masks[0] == masks[1] and masks[2] == masks[3] and masks[0] != masks[2]

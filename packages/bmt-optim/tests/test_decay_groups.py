@@ -65,3 +65,10 @@ def test_groups_are_those_of_whole_parameters(run_ranks: Any, world_size: int) -
 def test_one_pattern_alone_is_refused() -> None:
     with pytest.raises(TypeError, match=r"pass \('\*norm\*',\)"):
         param_groups(nn.Linear(1, 1), weight_decay=0.1, no_decay="*norm*")
+
+
+@pytest.mark.parametrize("pattern", ["tied", "embedding.*"])
+def test_a_tied_parameter_is_exempt_by_any_of_its_names(pattern: str) -> None:
+    model = Model(nn.Parameter)
+    found = _names(param_groups(model, weight_decay=0.1, no_decay=(pattern,)), model)
+    assert found == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]

@@ -249,3 +249,21 @@ def test_a_parameter_made_float32_goes_on_from_its_master(compact_master: bool) 
     optimizer.step()
     assert not torch.equal(p.detach(), torch.ones(3))
     torch.testing.assert_close(p.detach(), master, rtol=1e-4, atol=0)
+
+
+def test_a_state_loaded_into_a_used_optimizer_goes_on_as_in_a_new_one() -> None:
+    p = torch.nn.Parameter(torch.linspace(0.5, 2.0, 7).bfloat16())
+    used = AdamOptimizer([p], lr=0.1, compact_master=False)
+    for step in range(4):
+        p.grad = torch.full_like(p, step + 1.0)
+        used.step()
+        if step == 1:
+            saved = used.state_dict(gather=True)
+    twin = torch.nn.Parameter(p.detach().clone())  # the parameters are not those of the saved state
+    new = AdamOptimizer([twin], lr=0.1, compact_master=False)
+    for optimizer in (used, new):
+        optimizer.load_state_dict(saved)
+    p.grad = twin.grad = torch.ones_like(p)
+    for optimizer in (used, new):
+        optimizer.step()
+    assert torch.equal(p, twin)

@@ -179,6 +179,24 @@ def test_state_replaced_by_hand_is_used() -> None:
     assert torch.equal(p, twin) and one.state[p]["step"] == 4
 
 
+def test_a_count_of_steps_set_by_hand_is_used() -> None:
+    trained = []
+    for kind in (AdamOptimizer, torch.optim.Adam):
+        ps = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = kind(ps, lr=0.1)  # type: ignore[operator]
+        for step in range(4):
+            for number, p in enumerate(ps):
+                p.grad = torch.full((3,), step + number + 1.0)
+            optimizer.step()
+            if step == 1:  # the moments of the second begin anew
+                state = optimizer.state[ps[1]]
+                state["step"] = state["step"] * 0
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        trained.append(ps)
+    assert all(torch.equal(p, twin) for p, twin in zip(*trained, strict=True))
+
+
 def test_an_owner_that_is_gone_is_not_told() -> None:
     log: list[Any] = []
     model = Model(log)

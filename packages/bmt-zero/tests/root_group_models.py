@@ -187,3 +187,24 @@ def hooked_and_unread() -> bool:
         loss_of(shards, own(tokens(step)), use_spare=use_spare).backward()  # type: ignore[no-untyped-call]
     handle.remove()
     return seen == [weight.numel()]
+
+
+class Pair(nn.Module):
+    """Reads both of its parameters; the loss depends on the second one only if ``uses_both``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(5, dtype=dtype))
+        self.second = nn.Parameter(torch.zeros(3, dtype=dtype))
+
+    def forward(self, uses_both: bool) -> torch.Tensor:
+        second = self.second
+        return self.first.sum() + second.sum() if uses_both else self.first.sum() + second.detach().sum()
+
+
+def of_two_calls(dtype: torch.dtype) -> list[list[float]]:
+    """Gradients after three passes of two calls, of which the first in the order of backward uses all parameters."""
+    pair = sharded(Pair(dtype))
+    for _ in range(3):
+        (pair(False) + pair(True)).backward()
+    return [whole(p, p.grad).unique().tolist() for p in pair.parameters()]  # type: ignore[arg-type]

@@ -279,20 +279,21 @@ class OnePerRank(nn.Module):
         return x if runtime.rank() == 1 else y  # rank 1 lets its expert's result fall
 
 
-def routed(level: int) -> dict[str, Any]:
+def routed(level: int, input_needs_gradient: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     block = Block(OnePerRank(), zero_level=level)
-    x = data(0).requires_grad_()
+    x = data(0).requires_grad_(input_needs_gradient)
     block(x).square().sum().backward()
     return {name: full_gradient(p) for name, p in block.named_parameters()}
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_parameters_unused_on_some_ranks_have_one_gradient_everywhere(level: int) -> None:
+@pytest.mark.parametrize("input_needs_gradient", [False, True])
+def test_parameters_unused_on_some_ranks_have_one_gradient_everywhere(level: int, input_needs_gradient: bool) -> None:
     torch.manual_seed(3)
     module = OnePerRank()
     module.experts[0](data(0)).square().sum().backward()
-    for grads in run_ranks(routed, 2, level):
+    for grads in run_ranks(routed, 2, level, input_needs_gradient):
         for name, parameter in module.named_parameters():
             expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             torch.testing.assert_close(grads[name], expected)
@@ -439,6 +440,190 @@ def test_gradients_held_back_are_those_of_torch_though_one_parameter_is_cleared_
             torch.testing.assert_close(found, expected, msg=f"{actions}: {found}, not {expected}")
 
 
+def cleared_while_frozen(level: int, dtype: torch.dtype) -> list[float]:
+    block = Block(nn.Linear(3, 3, dtype=dtype), zero_level=level)
+    weight, bias = block.parameters()
+    x = torch.ones(1, 3, dtype=dtype) / runtime.world_size()
+    block(x).sum().backward()
+    bias.requires_grad_(False)
+    block(x).sum().backward()
+    bias.grad = None  # another optimizer's zero_grad
+    bias.requires_grad_(True)
+    block(x).sum().backward()
+    return [*weight.gather_like(weight.grad).flatten().tolist(), *bias.gather_like(bias.grad).tolist()]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_cleared_while_its_parameter_is_frozen_does_not_come_back(level: int, dtype: torch.dtype) -> None:
+    for values in run_ranks(cleared_while_frozen, 2, level, dtype):
+        assert values == [3.0] * 9 + [2.0] * 3  # the gradient of the bias is 1 on each rank
+
+
+def frozen_in_the_first_call(level: int, use_checkpoint: bool) -> list[float]:
+    """In the first of two calls of a backward pass the bias was frozen."""
+    block = Block(nn.Linear(3, 3), use_checkpoint, level)
+    weight, bias = block.parameters()
+    x = torch.ones(1, 3) / runtime.world_size()
+    bias.requires_grad_(False)
+    first = block(x).sum()
+    bias.requires_grad_(True)
+    (first + block(x).sum()).backward()
+    return [*weight.gather_like(weight.grad).flatten().tolist(), *bias.gather_like(bias.grad).tolist()]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_a_parameter_frozen_in_one_of_two_calls_has_the_gradient_of_the_other(level: int, use_checkpoint: bool) -> None:
+    for values in run_ranks(frozen_in_the_first_call, 2, level, use_checkpoint):
+        assert values == [2.0] * 9 + [2.0] * 3  # the gradient of the bias is 1 on each rank
+
+
+class Scaled(nn.Module):
+    """Its gradient is what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+def large_and_small(level: int, reduce_dtype: Any) -> list[float]:
+    """Of each element one rank has the gradient 256, another one for each, and the others 1."""
+    block = Block(Scaled(), False, level, reduce_dtype=reduce_dtype)
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    x[:, runtime.rank()] = 256
+    block(x.flatten()).float().sum().backward()
+    (parameter,) = block.parameters()
+    return parameter.gather_like(parameter.grad).tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("reduce_dtype", ["fp32-sum", "fp32"])
+def test_half_gradients_are_summed_over_ranks_in_float32(level: int, reduce_dtype: str) -> None:
+    # 259, rounded once. In bfloat16 256 + 1 is 256: whatever the order of the sums, some element would come to less.
+    for values in run_ranks(large_and_small, 4, level, reduce_dtype):
+        assert values == [260.0] * 8
+
+
+def held_and_not(level: int, is_first_held: bool) -> list[float]:
+    """One backward pass of two calls, of which one was held back. Every call has the gradient 1 for every element."""
+    block = Block(nn.Linear(3, 5, bias=False), zero_level=level)
+    (parameter,) = block.parameters()
+    x = torch.ones(1, 3) / runtime.world_size()
+    with no_sync(block) if is_first_held else nullcontext():
+        first = block(x).sum()
+    with nullcontext() if is_first_held else no_sync(block):
+        second = block(x).sum()
+    (first + second).backward()
+    return parameter.gather_like(parameter.grad).flatten().tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_first_held", [False, True])
+def test_a_pass_that_reduces_leaves_nothing_held_back(level: int, is_first_held: bool) -> None:
+    for values in run_ranks(held_and_not, 2, level, is_first_held):
+        assert values == [2.0] * 15
+
+
+def watched_from_the_second_pass(level: int) -> tuple[list[float], list[float]]:
+    """The first pass is held back, and then somebody begins to watch. Every pass has the gradient 1 for every element."""
+    block = Block(nn.Linear(3, 5, bias=False), zero_level=level)
+    (parameter,) = block.parameters()
+    x, seen = torch.ones(1, 3) / runtime.world_size(), []
+    with no_sync(block):
+        block(x).sum().backward()
+    parameter.register_hook(lambda grad: seen.append(grad.clone()))
+    block(x).sum().backward()
+    return [parameter.gather_like(grad).flatten().tolist() for grad in (*seen, parameter.grad)]  # type: ignore[attr-defined,return-value]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_who_begins_to_watch_sees_what_was_held_back(level: int) -> None:
+    for seen, grad in run_ranks(watched_from_the_second_pass, 2, level):
+        assert seen == grad == [2.0] * 15
+
+
+def failed_while_held(level: int) -> list[list[float]]:
+    """A held-back pass fails when the second of two blocks has held its gradients back; the first one never does."""
+    blocks = [Block(nn.Linear(3, 3, bias=False), zero_level=level) for _ in range(2)]
+    for block in blocks:
+        with torch.no_grad():
+            block.load_state_dict({"weight": torch.eye(3)})
+    x = torch.ones(1, 3) / runtime.world_size()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise InterruptedError
+
+    with no_sync(nn.ModuleList(blocks)):
+        between = blocks[0](x) * 1
+        passed = blocks[1](between * 1)
+        between.register_hook(fail)
+        with pytest.raises(InterruptedError):
+            passed.sum().backward()
+    blocks[1](blocks[0](x)).sum().backward()
+    return [block.weight.gather_like(block.weight.grad).unique().tolist() for block in blocks]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_a_failed_pass_held_back_is_dropped(level: int) -> None:
+    for found in run_ranks(failed_while_held, 2, level):
+        assert found == [[1.0], [1.0]]
+
+
+def never_reduced(level: int) -> list[float]:
+    """All micro-batches of a step are held back, and an optimizer of torch steps without a manager."""
+    block = Block(nn.Linear(3, 3, bias=False), zero_level=level)
+    block.load_state_dict({"weight": torch.zeros(3, 3)})
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.5)
+    with no_sync(block):
+        for _ in range(3):
+            block(torch.ones(1, 3) / runtime.world_size()).sum().backward()
+    optimizer.step()
+    return block.weight.gather().flatten().tolist()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_step_after_nothing_but_held_back_passes_uses_them(level: int) -> None:
+    for values in run_ranks(never_reduced, 2, level):
+        assert values == [-1.5] * 9
+
+
+def penalty_in_every_pass(level: int) -> list[float]:
+    """Every pass has the gradient 1 for every element, and a penalty on the shards 3."""
+    block = Block(nn.Linear(3, 5, bias=False, dtype=torch.bfloat16), zero_level=level)
+    (parameter,) = block.parameters()
+    x = torch.ones(1, 3, dtype=torch.bfloat16) / runtime.world_size()
+    for _ in range(3):
+        (block(x).sum() + 3 * parameter.sum()).backward()
+    return parameter.gather_like(parameter.grad).flatten().tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_penalty_on_half_shards_adds_to_the_sum_of_every_pass(level: int) -> None:
+    for values in run_ranks(penalty_in_every_pass, 2, level):
+        assert values == [12.0] * 15
+
+
+def asked_for_some(level: int) -> list[float]:
+    """Every micro-batch has the gradient 1 for every element, and all but the last are held back."""
+    block = Block(nn.Linear(3, 5, bias=False, dtype=torch.bfloat16), zero_level=level, use_checkpoint=False)
+    (parameter,) = block.parameters()
+    x = torch.ones(1, 3, dtype=torch.bfloat16) / runtime.world_size()
+    for micro in range(300):
+        with no_sync(block) if micro < 299 else nullcontext():
+            block(x).sum().backward(inputs=[parameter])
+    return parameter.gather_like(parameter.grad).flatten().tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_backward_is_asked_for_is_held_back_in_float32_too(level: int) -> None:
+    for values in run_ranks(asked_for_some, 2, level):
+        assert values == [300.0] * 15
+
+
 class SkipsEmpty(torch.optim.Optimizer):
     """Passes over empty parameters, as it may."""
 
@@ -471,6 +656,29 @@ def test_ranks_without_elements_agree_about_gathering_again(level: int) -> None:
     expected = tiny_block(level, sharded=False)
     for state in run_ranks(tiny_block, 4, level, True, timeout=30):
         torch.testing.assert_close(state, expected)
+
+
+def stepped_twice(level: int, sharded: bool) -> list[torch.Tensor]:
+    """Outputs after two steps with the same gradients."""
+    torch.manual_seed(0)
+    module: nn.Module = nn.Linear(2, 2)
+    if sharded:
+        Block(module, zero_level=level)
+    optimizer = SkipsEmpty(module.parameters())
+    (module(torch.ones(1, 2)).square().sum() / runtime.world_size()).backward()
+    outputs = []
+    for _ in range(2):
+        optimizer.step()
+        with torch.no_grad():
+            outputs.append(module(torch.ones(1, 2)))
+    return outputs
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_ranks_without_elements_gather_again_after_a_step_without_a_reduction(level: int) -> None:
+    expected = stepped_twice(level, sharded=False)
+    for outputs in run_ranks(stepped_twice, 4, level, True, timeout=30):
+        torch.testing.assert_close(outputs, expected)
 
 
 def same_module_twice() -> Any:

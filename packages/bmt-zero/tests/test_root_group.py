@@ -11,6 +11,7 @@ from root_group_models import (
     hooked_and_unread,
     in_other_modes,
     model,
+    of_two_calls,
     survives_failures,
     trained,
     trained_on_ranks,
@@ -142,3 +143,8 @@ def test_complex_parameters_without_gradient_have_none() -> None:
 
 def test_hooks_see_no_gradient_of_parameters_that_were_not_read() -> None:
     assert run_ranks(hooked_and_unread, 2) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_calls_with_and_without_all_gradients_add_up_in_one_pass(dtype: torch.dtype) -> None:
+    assert run_ranks(of_two_calls, 2, dtype) == [[[12.0], [6.0]]] * 2
