@@ -222,6 +222,7 @@ def test_state_dict_takes_and_gives_whole_tensors_buffers_and_plain_parameters()
 
 def copies() -> None:
     parameter = DistributedParameter(torch.arange(7.0), True, ParameterInitializer(nn.init.ones_), "some")
+    parameter.grad = torch.ones_like(parameter)
     buffer = io.BytesIO()
     torch.save(parameter, buffer)
     buffer.seek(0)
@@ -229,6 +230,7 @@ def copies() -> None:
         assert (
             type(twin) is DistributedParameter and twin.shard_group is parameter.shard_group and twin is not parameter
         )
+        assert twin.grad is None  # as of a copy of torch's Parameter
         assert twin.full_shape == (7,) and twin._init_method is not None and twin.group == "some"
         with torch.no_grad():
             twin.add_(1)

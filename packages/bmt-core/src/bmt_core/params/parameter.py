@@ -306,8 +306,6 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
             copied = make_subclass(type(self), self.detach().clone(), self.requires_grad)
             copied._set_place(self._shard, self._init_method, self.locality, self._group)
             copied._set_history(self._history())
-            if self.grad is not None:
-                copied.grad = self.grad.detach().clone()
             memo[id(self)] = copied
         found: DistributedParameter = memo[id(self)]
         return found
