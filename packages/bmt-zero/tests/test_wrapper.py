@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 from zero_models import Model, batch, full_gradient, loss_of, plain, train
 
+import bmt_core
+from bmt_core.errors import ConfigError
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
@@ -136,3 +140,123 @@ def test_a_model_that_is_compiled_as_a_whole_has_the_gradients_of_plain_torch() 
     expected = [2 * grad for grad in gradients(model, model)]
     for found in run_ranks(compiled_as_a_whole, 2):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class ReadsOldCheckpoints(nn.Linear):
+    """Its weight was called kernel and saved transposed: an override transposes, a pre-hook renames."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_load_state_dict_pre_hook(rename)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[f"{prefix}kernel"] = state[f"{prefix}kernel"].t()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+def rename(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+
+def negate(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    state[f"{prefix}weight"] = -state[f"{prefix}weight"]
+
+
+def rename_child(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    state[f"{prefix}head.kernel"] = state.pop(f"{prefix}old.kernel")
+
+
+class ReadsOldModel(nn.Module):
+    """Layers that read old checkpoints inside of a Block, one of them under two names, as a Block, and outside of Blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6, bias=False))
+        inside = nn.ModuleDict({"one": ReadsOldCheckpoints(), "normed": normed})
+        inside["same"] = inside["one"]
+        self.layers, self.head = nn.ModuleList([inside, ReadsOldCheckpoints()]), ReadsOldCheckpoints()
+        self.register_load_state_dict_pre_hook(rename_child)
+
+    def negate(self) -> ReadsOldModel:
+        """Register a further hook with every layer."""
+        for module in [module for module in self.modules() if isinstance(module, ReadsOldCheckpoints)]:
+            module.register_load_state_dict_pre_hook(negate)
+        return self
+
+    @staticmethod
+    def old_state(seed: int) -> dict[str, torch.Tensor]:
+        """Return a state dict of old names, with the entries of the old ``weight_norm``."""
+        torch.manual_seed(seed)
+        state = {"layers.0.normed.weight_g": torch.rand(6, 1), "layers.0.normed.weight_v": torch.randn(6, 6)}
+        for path in ("layers.0.one", "layers.1", "head"):
+            kernel = "old.kernel" if path == "head" else f"{path}.kernel"
+            state |= {kernel: torch.randn(6, 6), f"{path}.bias": torch.randn(6)}
+        return {**state, **{f"layers.0.same.{key}": state[f"layers.0.one.{key}"] for key in ("kernel", "bias")}}
+
+
+def unpickled(model: nn.Module) -> Any:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def same_after_load(model: nn.Module, reference: nn.Module, seed: int, **options: Any) -> None:
+    model.load_state_dict(ReadsOldModel.old_state(seed), **options)
+    reference.load_state_dict(ReadsOldModel.old_state(seed))
+    torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), rtol=0, atol=0)
+
+
+def load_old_state() -> None:
+    model, reference = BMTrainModelWrapper(ReadsOldModel()), ReadsOldModel()
+    same_after_load(model, reference, 1)
+    same_after_load(model, reference, 2, strict=False)
+    same_after_load(copy.deepcopy(model).negate(), ReadsOldModel().negate(), 3)  # hooks registered after a load
+    same_after_load(model, reference, 4)
+    layer, old = unpickled(model.layers[1]), torch.randn(6, 6, generator=torch.Generator().manual_seed(5))
+    layer.register_load_state_dict_pre_hook(negate)
+    layer.load_state_dict({"kernel": old, "bias": torch.zeros(6)})
+    torch.testing.assert_close(layer.state_dict()["weight"], -old.t(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_and_overrides_that_read_old_checkpoints_see_whole_tensors(world_size: int) -> None:
+    run_ranks(load_old_state, world_size)
+
+
+def load_after_a_failure() -> list[str]:
+    model, reference = BMTrainModelWrapper(ReadsOldModel()), ReadsOldModel()
+    state = ReadsOldModel.old_state(1)
+    with pytest.raises(KeyError, match=r"layers\.1\.kernel"):  # after the first Block was loaded
+        model.load_state_dict({key: value for key, value in state.items() if key != "layers.1.kernel"})
+    same_after_load(model.negate(), reference.negate(), 2)
+    with pytest.raises(ConfigError, match="assign=True"):
+        model.load_state_dict(state, assign=True)
+    with pytest.raises(ConfigError, match="assign=True"):
+        model.layers[0]["one"].load_state_dict({"kernel": torch.ones(6, 6), "bias": torch.ones(6)}, assign=True)
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict({**state, "layers.0.one.kernel": torch.ones(3, 2)})
+    same_after_load(model, reference, 3)
+    return str(caught.value).split("\n\t")[1:]
+
+
+def test_after_a_load_that_failed_the_next_one_is_right() -> None:
+    shown = "layers.0.one.weight: the checkpoint has shape (2, 3), the model (6, 6)."
+    missing = 'Missing key(s) in state_dict: "layers.0.one.weight". '
+    assert run_ranks(load_after_a_failure, 2) == [[missing, shown]] * 2
+
+
+def load_both_ways(path: str) -> None:
+    torch.manual_seed(1)
+    states = [Model().state_dict() for _ in range(2)]
+    model = BMTrainModelWrapper(Model())
+    model.load_state_dict(states[0])
+    torch.testing.assert_close(dict(model.state_dict()), dict(states[0]), rtol=0, atol=0)
+    if runtime.rank() == 0:
+        torch.save(states[1], path)
+    bmt_core.load(model, path)
+    torch.testing.assert_close(dict(model.state_dict()), dict(states[1]), rtol=0, atol=0)
+
+
+def test_a_file_loads_after_a_state_dict(tmp_path: Path) -> None:
+    run_ranks(load_both_ways, 2, str(tmp_path / "model.pt"))

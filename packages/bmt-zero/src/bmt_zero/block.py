@@ -17,9 +17,8 @@ from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.distributed_module import (
     check_can_be_sharded,
     extend,
+    load_own_parts,
     reduce_extended,
-    refuse_assign,
-    replace_by_part,
     whole_value,
 )
 from bmt_core.modules.outermost_call import module_call
@@ -215,10 +214,7 @@ class Block(nn.Module):
         extra: Any,
         errors: Any,
     ) -> None:
-        refuse_assign(metadata)
-        # torch passes this same dict to the submodules, so that they load parts too.
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            replace_by_part(state_dict, prefix + name, parameter, errors)
+        load_own_parts(self.modules())
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, extra, errors)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

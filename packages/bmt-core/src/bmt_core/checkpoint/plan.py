@@ -13,6 +13,7 @@ from torch import nn
 from bmt_core.checkpoint.format import ForeignEntry, Index, TensorEntry
 from bmt_core.checkpoint.whole_state import named_targets, whole_shape
 from bmt_core.errors import CheckpointError
+from bmt_core.modules.distributed_module import PARTS_HOOK
 
 _SHOWN = 8
 
@@ -98,7 +99,9 @@ def _renamed_by_hooks(model: nn.Module, index: Index, strict: bool) -> tuple[dic
     kept = list(stand_ins.values())  # so that no id is reused
     complaints: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
-        for hook in list(module._load_state_dict_pre_hooks.values()):
+        for key, hook in list(module._load_state_dict_pre_hooks.items()):
+            if key == PARTS_HOOK:
+                continue
             metadata = index.metadata.get(path, {})
             hook(stand_ins, f"{path}." if path else "", metadata, strict, [], [], complaints)
     values = {name: origins.get(id(value), value) for name, value in stand_ins.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -72,22 +73,13 @@ class DistributedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        refuse_assign(local_metadata)
-        parts = dict(state_dict)
-        for name, parameter in self._parameters.items():
-            replace_by_part(parts, prefix + name, parameter, error_msgs)
-        super()._load_from_state_dict(parts, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        load_own_parts([self])
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_extended(self, protocol)
-
-
-def refuse_assign(metadata: dict[str, Any]) -> None:
-    """Raise when ``load_state_dict(assign=True)`` is under way: it would put whole tensors in the place of parts."""
-    if metadata.get("assign_to_params_buffers"):
-        raise ConfigError(
-            "load_state_dict(assign=True) cannot fill sharded parameters. Leave assign out: values are copied."
-        )
 
 
 def check_can_be_sharded(root: nn.Module) -> None:
@@ -119,7 +111,42 @@ def whole_value(value: torch.Tensor) -> torch.Tensor:
         return value.gather_all()
 
 
-def replace_by_part(
+PARTS_HOOK = -1
+"""The key of our hook among a module's ``load_state_dict`` pre-hooks; torch numbers its own from 0."""
+
+
+def load_own_parts(modules: Iterable[nn.Module]) -> None:
+    """Have ``modules`` cut this rank's parts out of whole tensors as the last thing before they load their own parameters.
+
+    Called when the load begins: overrides of ``_load_from_state_dict`` and all pre-hooks, also those registered since the last
+    load, come first and see whole tensors. The hook stays, because a module that has several names loads several times.
+    """
+    for module in modules:
+        hooks = module._load_state_dict_pre_hooks
+        hooks.pop(PARTS_HOOK, None)
+        registered = module.register_load_state_dict_pre_hook(_replace_by_parts)  # type: ignore[no-untyped-call]
+        hooks[PARTS_HOOK] = hooks.pop(registered.id)
+
+
+def _replace_by_parts(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    if local_metadata.get("assign_to_params_buffers"):  # it would put whole tensors in the place of parts
+        raise ConfigError(
+            "load_state_dict(assign=True) cannot fill sharded parameters. Leave assign out: values are copied."
+        )
+    for name, parameter in module._parameters.items():
+        _replace_by_part(state_dict, prefix + name, parameter, error_msgs)
+
+
+def _replace_by_part(
     state_dict: dict[str, Any], key: str, parameter: torch.Tensor | None, error_msgs: list[str]
 ) -> None:
     """Replace the whole tensor at ``key`` by the part that this rank's ``parameter`` keeps; report a wrong shape."""
