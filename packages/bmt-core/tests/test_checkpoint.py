@@ -419,6 +419,81 @@ def test_load_hooks_of_modules_are_called(tmp_path: Path) -> None:
     assert model[0].loaded.missing_keys == []
 
 
+class RenamesInOverride(nn.Linear):
+    """Was saved under another name once, and gives torch a copy of the state dict."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state = {key.replace("kernel", "weight"): value for key, value in state.items()}
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class OnlyCallsSuper(nn.Linear):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+def test_overrides_of_load_from_state_dict_may_rename(tmp_path: Path) -> None:
+    model = nn.Sequential(RenamesInOverride(2, 2), OnlyCallsSuper(2, 2), nn.BatchNorm1d(2))
+    # torch lets a file without a version lack the number of batches, too.
+    state = {key: torch.randn(value.shape) for key, value in model.state_dict().items() if "batches" not in key}
+    torch.save({key.replace("0.weight", "0.kernel"): value for key, value in state.items()}, tmp_path / "model.pt")
+    bmt_core.load(model, tmp_path / "model.pt")
+    assert all(value.equal(model.state_dict()[key]) for key, value in state.items())
+    assert not any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
+class Transposes(nn.Linear):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class TransposesCopy(nn.Linear):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict({key: value.t() for key, value in state.items()}, prefix, *args)
+
+
+class ScalesInPlace(nn.Linear):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"].mul_(2)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class ReadsValues(nn.Linear):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        state[f"{prefix}weight"] /= state[f"{prefix}weight"].max().item()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class LoadsAlone(nn.Linear):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.loaded = state[f"{prefix}weight"]
+
+
+COMPUTING = [Transposes, TransposesCopy, ScalesInPlace, ReadsValues, LoadsAlone]
+
+
+def load_with_computing_overrides(path: str) -> dict[str, str]:
+    messages = {}
+    for kind in COMPUTING:
+        model = nn.Sequential(kind(2, 2, bias=False))
+        before = model[0].weight.tolist()
+        with pytest.raises(CheckpointError) as caught:
+            bmt_core.load(model, path)
+        assert model[0].weight.tolist() == before
+        messages[kind.__name__] = str(caught.value)
+    return messages
+
+
+def test_an_override_that_computes_is_one_clear_error_on_every_rank(tmp_path: Path) -> None:
+    torch.save({"0.weight": torch.randn(2, 2)}, tmp_path / "model.pt")
+    for messages in run_ranks(load_with_computing_overrides, 2, str(tmp_path / "model.pt")):
+        for name, message in messages.items():
+            assert "override of _load_from_state_dict" in message and "model.load_state_dict(torch.load" in message, (
+                name
+            )
+
+
 class Odd(nn.Module):
     def get_extra_state(self) -> Any:
         return Custom()

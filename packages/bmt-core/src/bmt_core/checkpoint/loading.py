@@ -37,7 +37,8 @@ def load(
     of the model, as pipeline stages do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise
     rank 0, which alone needs access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are
     compared before anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
-    :class:`CheckpointError` and the model is unchanged.
+    :class:`CheckpointError` and the model is unchanged. Modules' ``load_state_dict`` pre-hooks and overrides of
+    ``_load_from_state_dict`` may rename and add keys; that they compute with tensors is such an error, too.
 
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
     ``(missing_keys, unexpected_keys)``.

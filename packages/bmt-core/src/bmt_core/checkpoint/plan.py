@@ -22,7 +22,7 @@ _SHOWN = 8
 class Step:
     """Write ``value`` to ``target``, or give it to ``module`` as its extra state if ``target`` is None.
 
-    ``value`` is a :class:`TensorEntry` of the file, or a tensor that a module's ``load_state_dict`` pre-hook added.
+    ``value`` is a :class:`TensorEntry` of the file, or a tensor that a module's own code added.
     """
 
     module: nn.Module
@@ -52,7 +52,7 @@ def plan_load(
 
     ``elsewhere`` are the names in other ranks' parts of the model.
     """
-    values, complaints = _renamed_by_hooks(model, index, strict)
+    values, complaints = _renamed_by_modules(model, index, strict)
     plan = LoadPlan()
     expected: set[str] = set()
     done: set[tuple[int, str]] = set()
@@ -86,8 +86,8 @@ def plan_load(
     return plan
 
 
-def _renamed_by_hooks(model: nn.Module, index: Index, strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """Run the model's ``load_state_dict`` pre-hooks, which rename or add keys, on meta tensors in place of the file's."""
+def _renamed_by_modules(model: nn.Module, index: Index, strict: bool) -> tuple[dict[str, Any], list[str]]:
+    """Run the code by which modules rename or add keys, on meta tensors in place of the file's."""
     stand_ins: OrderedDict[str, Any] = OrderedDict()
     origins: dict[int, TensorEntry] = {}
     for name, entry in index.entries.items():
@@ -99,19 +99,60 @@ def _renamed_by_hooks(model: nn.Module, index: Index, strict: bool) -> tuple[dic
     kept = list(stand_ins.values())  # so that no id is reused
     complaints: list[str] = []
     for path, module in model.named_modules(remove_duplicate=False):
-        for key, hook in list(module._load_state_dict_pre_hooks.items()):
-            if key == PARTS_HOOK:
-                continue
-            metadata = index.metadata.get(path, {})
-            hook(stand_ins, f"{path}." if path else "", metadata, strict, [], [], complaints)
-    values = {name: origins.get(id(value), value) for name, value in stand_ins.items()}
+        _run_own_code(module, path, stand_ins, index.metadata.get(path, {}), strict, complaints)
+    values: dict[str, Any] = {}
+    for name, value in stand_ins.items():
+        is_meta = isinstance(value, torch.Tensor) and value.is_meta
+        if is_meta and (id(value) not in origins or value._version > 0):  # a version above 0: written in place
+            complaints.append(f"{name}: {_OWN_CODE} computes with this tensor. {_REMEDY}")
+        values[name] = origins.get(id(value), value)
     del kept
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            complaints.append(
-                f"{name}: a load_state_dict pre-hook computes with tensors, and here it can only rename them"
-            )
     return values, complaints
+
+
+_OWN_CODE = "a load_state_dict pre-hook or an override of _load_from_state_dict"
+_REMEDY = "Here it can only rename and add tensors: use model.load_state_dict(torch.load(...)) on every rank"
+
+
+class _ReachedTorch(Exception):  # not an error
+    """Ends ``_load_from_state_dict`` where torch would copy values from ``state``."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _run_own_code(
+    module: nn.Module, path: str, state: dict[str, Any], metadata: dict[str, Any], strict: bool, complaints: list[str]
+) -> None:
+    """Let ``_load_from_state_dict`` and the pre-hooks of ``module`` change ``state``, and nothing else."""
+
+    def stop(module: nn.Module, given: dict[str, Any], *args: Any) -> None:
+        raise _ReachedTorch(given)
+
+    prefix, shown = f"{path}." if path else "", path or type(module).__name__
+    module._load_state_dict_pre_hooks.pop(PARTS_HOOK, None)  # it takes tensors with values; each load registers it anew
+    last = nn.Module.register_load_state_dict_pre_hook(module, stop)  # type: ignore[no-untyped-call]
+    try:
+        module._load_from_state_dict(state, prefix, metadata, strict, [], [], complaints)
+    except _ReachedTorch as reached:
+        if reached.state is not state:  # children do not see a copy, as in torch
+            own = {key: value for key, value in reached.state.items() if _is_own(key, prefix)}
+            for key in [key for key in state if _is_own(key, prefix)]:
+                del state[key]
+            state.update(own)
+    except Exception as error:
+        complaints.append(f"{shown}: {_OWN_CODE} raised {type(error).__name__}: {error}. {_REMEDY}")
+    else:
+        if module._parameters or module._buffers:
+            complaints.append(
+                f"{shown}: an override of _load_from_state_dict does not call that of nn.Module. {_REMEDY}"
+            )
+    finally:
+        last.remove()
+
+
+def _is_own(key: str, prefix: str) -> bool:
+    return key.startswith(prefix) and "." not in key[len(prefix) :]
 
 
 def _compare(name: str, value: Any, target: torch.Tensor) -> str | None:
