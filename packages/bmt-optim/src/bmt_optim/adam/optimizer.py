@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from bmt_core.ops import HostFlag, read_master, write_master
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import is_initialized
 from bmt_optim.adam.parameter_state import (
     MASTER,
     REMAINDER,
@@ -26,7 +28,7 @@ from bmt_optim.adam.update_stream import UpdateStream
 from bmt_optim.current_run import kernels_on
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
-from bmt_optim.state.torch_state import check_torch_state, with_all_options
+from bmt_optim.state.torch_state import check_torch_state, this_rank, with_all_options
 
 
 class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
@@ -160,12 +162,18 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """Return the state as torch does; masters, or their remainders, are part of it.
 
+        If parameters are parts, it is the state of this rank's parts, and says which rank this is.
+
         ``gather``: ``{"parameters": ..., "groups": ...}`` with whole tensors by parameter (see
         :mod:`bmt_optim.state.logical_state`), which are collected on rank 0, one by one, and are empty elsewhere. Collective then.
         """
         self.read_outcome()
         self.wait()
-        return gathered_state([self], None) if gather else super().state_dict()
+        if gather:
+            return gathered_state([self], None)
+        params = [p for group in self.param_groups for p in group["params"]]
+        has_parts = is_initialized() and any(isinstance(p, DistributedParameter) and p.is_part for p in params)
+        return {**super().state_dict(), **(this_rank() if has_parts else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
@@ -174,8 +182,8 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         they lack start as copies of the parameters. A gathered state fits any number of ranks; only rank 0 needs its contents, and
         loading it is collective.
 
-        Raises :class:`CheckpointError`, and changes nothing, if the state is another optimizer's, or has another shape because it
-        was saved at another world size.
+        Raises :class:`CheckpointError`, and changes nothing, if the state is another optimizer's or another rank's, or has another
+        shape because it was saved at another world size.
         """
         if "parameters" in state_dict:
             self.read_outcome()

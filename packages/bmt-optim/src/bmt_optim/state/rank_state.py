@@ -9,11 +9,8 @@ import torch
 
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import rank
-from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
-from bmt_optim.state.torch_state import check_torch_state, with_all_options
-
-_REMEDY = "Save with state_dict(gather_opt=True) to load at any world size."
+from bmt_optim.state.torch_state import REMEDY, check_rank, check_torch_state, this_rank, with_all_options
 
 
 def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -21,8 +18,7 @@ def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     return {
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "shapes": [_shapes(optimizer) for optimizer in optimizers],
-        "world_size": world().size,
-        "rank": rank(),
+        **this_rank(),
     }
 
 
@@ -33,18 +29,12 @@ def check_rank_state(
 
     ``adapted`` are the same optimizers. Rank and world size are compared only if the state has them: BMTrain's have none.
     """
-    size = state.get("world_size", world().size)
-    if size != world().size:
-        raise CheckpointError(
-            f"The optimizer state was saved by one of {size} ranks, and this run has {world().size}. {_REMEDY}"
-        )
-    if state.get("rank", rank()) != rank():
-        raise CheckpointError(f"The optimizer state is that of rank {state['rank']}, and this is rank {rank()}.")
+    check_rank(state)
     for number, (optimizer, shapes) in enumerate(zip(optimizers, state.get("shapes", ()), strict=False)):
         if shapes != _shapes(optimizer):
             raise CheckpointError(
                 f"The state of optimizer {number} is of parameters of other shapes than on rank {rank()} now."
-                f" It belongs to another model or grid. {_REMEDY}"
+                f" It belongs to another model or grid. {REMEDY}"
             )
     if len(state["optimizers"]) != len(optimizers):
         raise CheckpointError(

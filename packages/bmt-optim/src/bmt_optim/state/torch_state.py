@@ -8,11 +8,30 @@ from typing import Any
 import torch
 
 from bmt_core.errors import CheckpointError
+from bmt_core.run.runtime import rank
+from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
 
+REMEDY = "Save with state_dict(gather_opt=True) to load at any world size."
 _OTHER_GRID = (
     "It was saved at another world size, or of another model. Save with gather_opt=True to load at any world size."
 )
+
+
+def this_rank() -> dict[str, int]:
+    """Return what a state says about the rank whose parts it holds, for :func:`check_rank`."""
+    return {"world_size": world().size, "rank": rank()}
+
+
+def check_rank(state: Mapping[str, Any]) -> None:
+    """Raise :class:`CheckpointError` if ``state`` says that it is that of another rank."""
+    size = state.get("world_size", world().size)
+    if size != world().size:
+        raise CheckpointError(
+            f"The optimizer state was saved by one of {size} ranks, and this run has {world().size}. {REMEDY}"
+        )
+    if state.get("rank", rank()) != rank():
+        raise CheckpointError(f"The optimizer state is that of rank {state['rank']}, and this is rank {rank()}.")
 
 
 def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, is_own: bool = True) -> None:
@@ -24,6 +43,7 @@ def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, 
         raise CheckpointError(
             f"A state of an optimizer has 'state' and 'param_groups', and this one has {sorted(state)}."
         )
+    check_rank(state)
     groups, saved_groups = optimizer.param_groups, state["param_groups"]
     found = [len(group["params"]) for group in saved_groups]
     expected = [len(group["params"]) for group in groups]
