@@ -57,6 +57,7 @@ def differences(
     rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
     init = {
         "device": device,
+        "gradients": "mean" if plan.means else "sum",
         "prefetch_bytes": plan.prefetch_bytes,
         "tp_size": plan.tp_size(world_size),
         "pipe_size": plan.pipe_size(world_size),

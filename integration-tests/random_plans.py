@@ -72,6 +72,7 @@ class Plan:
     optimizer: str
     splits: bool  # the parameters among two optimizers
     manages: bool
+    means: bool  # gradients are means over the ranks, not sums
     loss_scale: float | None
     clips: bool
     may_reenter: bool
@@ -146,6 +147,7 @@ def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: Pipe
         optimizer="offload" if offloads else r.choice(["adam", "adamw", "torch", "sgd"]),
         splits=r.random() < 0.3,
         manages=manages,
+        means=random.Random(f"means {seed}").random() < 0.3,
         loss_scale=r.choice([None, 8.0]) if manages else None,
         clips=manages and r.random() < 0.5,
         # torch's reentrant checkpoint gives no gradients if its input needs none, which a frozen beginning makes so.

@@ -90,7 +90,7 @@ class Training:
                 self.record.add(f"loss {micro} of step {number}", self.mean(loss))
                 if plan.asks_for_gradients:
                     weight = self.parameters[0]
-                    (asked,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+                    (asked,) = torch.autograd.grad(self.averaged(loss), [weight], retain_graph=True)
                     self.record.add(f"gradient {micro} asked for in step {number}", self.whole(weight, asked))
                 self.look(number, plan.between)
                 if plan.one_backward:
@@ -231,9 +231,13 @@ class Training:
         """Inside, gradients may stay local."""
         return nullcontext()
 
+    def averaged(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss whose gradient is what ranks reduce."""
+        return loss / self.plan.data_size(self.world_size) if self.plan.means else loss
+
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward is run on."""
-        return loss / self.plan.data_size(self.world_size) if self.plan.manages else loss
+        return loss / self.plan.data_size(self.world_size) if self.plan.manages or self.plan.means else loss
 
     def loss_scale(self) -> float:
         """Return how much larger gradients are than those of the loss."""
@@ -347,6 +351,10 @@ class ShardedTraining(Training):
     def holding(self, is_held: bool) -> AbstractContextManager[Any]:
         """Inside, gradients may stay local."""
         return no_sync(self.model) if is_held else nullcontext()
+
+    def averaged(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss whose gradient is what ranks reduce: they average themselves."""
+        return loss
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return what backward is run on."""
