@@ -98,3 +98,19 @@ def gathers() -> list[int]:
 def test_a_parameter_is_gathered_once_per_outermost_call_and_mode() -> None:
     # Of three parameters that are read: 3, then 3 for autograd and 3 without it, then 2 for each call of a layer.
     assert run_ranks(gathers, 2) == [[3, 9, 13]] * 2
+
+
+def compiled_operations() -> list[str]:
+    found: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph.forward
+
+    torch.compile(sharded(Model()), backend=backend)(torch.ones(2, 5))
+    return found
+
+
+def test_a_compiled_model_has_no_operations_of_the_calls_own() -> None:
+    (operations,) = run_ranks(compiled_operations, 1)
+    assert not [name for name in operations if "transforms" in name]

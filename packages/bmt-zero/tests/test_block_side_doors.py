@@ -598,3 +598,45 @@ def test_modules_that_write_their_parameters_in_forward_are_refused() -> None:
     ((one, other),) = run_ranks(limited, 1)
     assert "0 is an nn.Embedding with max_norm=1.0, which shortens rows" in one
     assert "0 is an nn.EmbeddingBag with max_norm=1.0" in other and "Set max_norm to None" in other
+
+
+class Transforming(nn.Module):
+    """Calls its layer inside of a transform; ``reads_before`` says whether it does so outside of one before."""
+
+    def __init__(self, layer: nn.Module, reads_before: bool) -> None:
+        super().__init__()
+        self.layer, self.reads_before = layer, reads_before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x) if self.reads_before else x
+        return out + torch.func.vmap(self.layer)(x)
+
+
+def transformed() -> None:
+    plain = nn.Sequential(line(0.5), nn.Tanh())
+    transforms: list[Callable[[nn.Module], Any]] = [
+        lambda module: torch.func.grad(lambda x: module(x).sum())(X),
+        lambda module: torch.func.jacrev(module)(X),
+        lambda module: torch.func.jvp(module, (X,), (X,)),
+        lambda module: torch.func.vmap(module)(X),
+        lambda module: Transforming(module, reads_before=False)(X),
+    ]
+    for wrap in (BMTrainModelWrapper, Block):
+        for transform in transforms:
+            module = wrap(copy.deepcopy(plain))
+            with pytest.raises(ConfigError, match="used inside of a transform"):
+                transform(module)
+            module(X).sum().backward()  # which crashed
+            jacobian = torch.autograd.functional.jacobian
+            torch.testing.assert_close(jacobian(module, X), jacobian(plain, X))
+    with pytest.raises(ConfigError, match="Linear was used inside of a transform"):
+        BMTrainModelWrapper(Transforming(Block(line()), reads_before=True))(X)
+    expected, found = (Transforming(line(), reads_before=True) for _ in range(2))
+    for model in (expected, BMTrainModelWrapper(found)):
+        model(X).square().sum().backward()
+    sums = {name: 2 * grad for name, grad in grads_of(expected).items()}  # over two ranks
+    torch.testing.assert_close(grads_of(found), sums)
+
+
+def test_use_in_transforms_of_torch_func_is_refused_and_breaks_nothing() -> None:
+    run_ranks(transformed, 2)

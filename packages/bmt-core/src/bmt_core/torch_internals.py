@@ -34,6 +34,9 @@ fused_adam_: Callable[..., None] = torch._fused_adam_
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 """Adam with decoupled weight decay on lists of tensors, in one kernel."""
 
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether the caller runs inside of ``torch.func.vmap``, ``grad`` or another transform."""
+
 
 def when_backward_ends(callback: Callable[[], Any]) -> None:
     """Call ``callback`` when the current backward pass has succeeded. If it fails, torch frees ``callback`` without calling it."""
@@ -77,11 +80,6 @@ def never_compiled(function: CallableT) -> CallableT:
     """Exclude ``function`` from torch.compile; unlike ``torch.compiler.disable`` this does not import the compiler."""
     kept_out: Any = torch._disable_dynamo(function)
     return kept_out  # type: ignore[no-any-return]
-
-
-def are_transforms_active() -> bool:
-    """Whether the caller runs inside of ``torch.func.vmap``, ``grad`` or another transform."""
-    return torch._C._are_functorch_transforms_active()
 
 
 def without_torch_functions() -> AbstractContextManager[object]:

@@ -21,14 +21,14 @@ from bmt_core.modules.distributed_module import (
     reduce_extended,
     whole_value,
 )
-from bmt_core.modules.outermost_call import module_call
+from bmt_core.modules.outermost_call import module_call, used_in_transform
 from bmt_core.nested import tensors_in
 from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
-from bmt_core.torch_internals import never_compiled
+from bmt_core.torch_internals import are_transforms_active, never_compiled
 from bmt_zero.adapters import see_whole_adapters
 from bmt_zero.schedule.block_engine import BlockEngine
 
@@ -112,6 +112,8 @@ class Block(nn.Module):
             return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             return _uncompiled(self, *args, **kwargs)
+        if are_transforms_active():
+            raise used_in_transform(self)
         require_values(self)
         with module_call(self):
             return engine.run(self, super().__call__, args, kwargs)

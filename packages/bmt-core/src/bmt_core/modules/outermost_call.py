@@ -16,7 +16,7 @@ from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.random_numbers import rank_random
 from bmt_core.run.runtime import CallEnd, current, is_initialized
-from bmt_core.torch_internals import never_compiled, storage_key
+from bmt_core.torch_internals import are_transforms_active, never_compiled, storage_key
 
 
 class _Gathered(NamedTuple):
@@ -59,7 +59,22 @@ def module_call(module: nn.Module | None = None, *, own_random: bool = True) -> 
         )
     if _call.depth > 0 or not is_initialized():
         return nullcontext()
+    # The compiler would put the last check into its graph.
+    if module is not None and not torch.compiler.is_compiling() and are_transforms_active():
+        raise used_in_transform(module)
     return _outermost_call(module, own_random=own_random)
+
+
+def used_in_transform(used: nn.Module | DistributedParameter) -> ConfigError:
+    """Return the error for ``used``, which would be gathered inside of ``torch.func.grad`` or its like.
+
+    Tensors made inside of a transform are gone at its end. A buffer for gathered parameters made there would crash the process.
+    """
+    return ConfigError(
+        f"{type(used).__name__} was used inside of a transform of torch.func (grad, vjp, jacrev, jvp, vmap, ...), which cannot see"
+        " how parameters are gathered and gradients reduced. Use torch.autograd.grad or torch.autograd.functional, or transform a"
+        " model of plain torch. Weights that a module's forward has read before, it can use in a transform."
+    )
 
 
 @contextmanager
@@ -125,6 +140,8 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     key = id(parameter), torch.is_grad_enabled() and parameter.requires_grad, torch.is_inference_mode_enabled()
     found = _call.gathered.get(key)
     if found is None or found.version != parameter._version:
+        if are_transforms_active():
+            raise used_in_transform(parameter)
         owner = owner_of(parameter)
         full = None if owner is None else owner.read(parameter)
         full = parameter.gather() if full is None else full
