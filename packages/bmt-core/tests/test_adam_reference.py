@@ -213,3 +213,17 @@ def test_tensors_of_any_layout_are_stepped(device: str) -> None:
     reference.adam_step(*[list(pair) for pair in zip(spread, crossed, strict=True)], [None, None], **options)
     for stepped in (spread, crossed):
         torch.testing.assert_close(stepped, expected)
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_complex_numbers_are_stepped_as_torch_steps_them(decoupled: bool) -> None:
+    param, mean, square = (torch.zeros(5, dtype=torch.complex64) for _ in range(3))
+    plain = torch.nn.Parameter(param.clone())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([plain], lr=0.01, weight_decay=0.1)
+    for step in (1, 2, 3):
+        grad = plain.grad = torch.randn(5, dtype=torch.complex64)
+        options = {"step": step, "lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+        reference.adam_step([param], [grad], [mean], [square], [None], **options, decoupled=decoupled)
+        optimizer.step()
+    assert torch.equal(param, plain.detach())

@@ -511,6 +511,17 @@ def test_more_elements_than_32_bits_count() -> None:
         torch.testing.assert_close(mean[part].cpu(), torch.full_like(mean[part], 0.1).cpu())
 
 
+def test_complex_parameters_are_trained_as_by_torch(kernels: CompiledKernels, device: torch.device) -> None:
+    param, mean, square = (torch.zeros(5, dtype=torch.complex64, device=device) for _ in range(3))
+    plain = torch.nn.Parameter(param.clone())
+    optimizer = torch.optim.Adam([plain], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in (1, 2, 3):
+        plain.grad = torch.randn(5, dtype=torch.complex64, device=device)
+        kernels.adam_step([param], [plain.grad], [mean], [square], [None], **{**USUAL, "step": step})
+        optimizer.step()
+    torch.testing.assert_close(param, plain.detach())
+
+
 def test_reference_is_used_where_bits_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = CpuKernels()
     monkeypatch.setattr(provider, "equals_torch", lambda: False)

@@ -180,6 +180,26 @@ def test_neighbours_are_not_touched(kernels: CompiledKernels, device: torch.devi
             assert x.sum().item() == 103 - (end - start)
 
 
+def test_complex_tensors_are_left_to_the_reference(kernels: CompiledKernels, device: torch.device) -> None:
+    def tensors() -> list[torch.Tensor]:
+        return [torch.tensor([1 + 2j, 3 - 4j], device=device), torch.ones(3, device=device)]
+
+    found, expected = tensors(), tensors()
+    flags = [torch.zeros(1, dtype=torch.uint8, device=device) for _ in range(2)]
+    kernels.has_non_finite(found, flags[0])
+    kernels.has_non_finite([*found, torch.tensor([complex(0, math.nan)], device=device)], flags[1])
+    assert [flag.item() for flag in flags] == [0, 1]
+    for p in (1.0, 2.0, math.inf):
+        norm = kernels.powers_sum(found, p, [1.0, 1.0], device)
+        assert torch.equal(norm, reference.powers_sum(expected, p, [1.0, 1.0], device))
+    half = torch.full((1,), 0.5, device=device)
+    kernels.scale_(found, half)
+    reference.scale_(expected, half)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    kernels.zero_if_(found, flags[1])
+    assert not any(tensor.any() for tensor in found)
+
+
 def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) -> None:
     x, one = torch.ones(10, device=device), torch.ones(1, device=device)
     flag = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -191,7 +211,7 @@ def test_bad_input_is_refused(kernels: CompiledKernels, device: torch.device) ->
         kernels.scale_([x], torch.ones(2, device=device))
     with pytest.raises(ValueError, match="flag must have one element, not 0"):
         kernels.has_non_finite([x], flag[:0])
-    with pytest.raises(TypeError, match=r"tensors\[1\] must be of a floating-point dtype, not torch.int64"):
+    with pytest.raises(TypeError, match=r"tensors\[1\] must be of a floating-point or complex dtype, not torch.int64"):
         kernels.has_non_finite([x, x.long()], flag)
     with pytest.raises(TypeError, match=r"flag must be of dtype torch.uint8.*, not torch.float32"):
         kernels.has_non_finite([torch.ones(3, device=device)], torch.zeros(1, device=device))

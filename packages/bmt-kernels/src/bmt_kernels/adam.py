@@ -140,10 +140,10 @@ def _launch_key(self: Launcher, i: int, row: _Row) -> _LaunchKey | None:
                 check_shape(f"{name}s[{i}]", tensor, shape)
     form = _FORMS.get((param.dtype, None if master is None else master.dtype))
     weight = torch.float32 if form == Form.REMAINDER else param.dtype if master is None else master.dtype
-    if not exp_avg.dtype == exp_avg_sq.dtype == weight or not weight.is_floating_point:
+    if not exp_avg.dtype == exp_avg_sq.dtype == weight or not (weight.is_floating_point or weight.is_complex):
         raise TypeError(
             f"Row {i} has a parameter of {param.dtype}, a master of {None if master is None else master.dtype}, and moments of"
-            f" {exp_avg.dtype} and {exp_avg_sq.dtype}. Moments and weight must be of one floating-point dtype."
+            f" {exp_avg.dtype} and {exp_avg_sq.dtype}. Moments and weight must be of one floating-point or complex dtype."
         )
     if form is None or grad.dtype not in _GRADIENTS:
         return None

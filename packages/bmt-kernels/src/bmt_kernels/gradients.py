@@ -91,8 +91,8 @@ def _sorted(
     others: list[torch.Tensor] = []
     is_served = device is not None and device.type == self.device_type
     for i, tensor in enumerate(tensors):
-        if only_floats and not tensor.is_floating_point():
-            raise TypeError(f"tensors[{i}] must be of a floating-point dtype, not {tensor.dtype}.")
+        if only_floats and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(f"tensors[{i}] must be of a floating-point or complex dtype, not {tensor.dtype}.")
         fits = is_served and tensor.dtype in ELEMENTS and tensor.device == device and is_dense(tensor)
         (ours if fits else others).append(tensor)
     return ours, others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -50,7 +51,8 @@ def adam_step(
     ``masters[i]``. None: p is ``params[i]``. A tensor of the dtype of the moments: it is p, and ``params[i]`` becomes p rounded to
     nearest. An int16 tensor: p is the float32 of which ``params[i]`` (bfloat16) and it are the parts, as defined in
     [Note: compact master] of :mod:`bmt_core.ops.remainder`; moments and p are those of a float32 master in every bit. Moments, p
-    and the arithmetic are of one dtype (float32 for parameters of half types); gradients may be of another.
+    and the arithmetic are of one dtype (float32 for parameters of half types); gradients may be of another. A complex number
+    counts as two real ones.
     On the CPU, with ``scale`` 1 and without ``clip``, the result is that of ``torch.optim.Adam`` (or ``AdamW``) in every bit; on
     CUDA torch's own fused kernel does the work, which is that of ``torch.optim.Adam(fused=True)``.
 
@@ -213,7 +215,7 @@ def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
     """Yield lists of rows with equal dtypes and layouts and at most MAX_ELEMENTS elements; longer flat shards are cut."""
     groups: dict[tuple[torch.dtype, torch.dtype | None, bool], list[_Row]] = {}
     for column in zip(*columns, strict=True):
-        row = _Row(*column)
+        row = _Row(*map(_as_real, column))
         if row.param.numel():
             kind = None if row.master is None else row.master.dtype
             groups.setdefault((row.exp_avg.dtype, kind, _has_one_layout(row)), []).append(row)
@@ -227,6 +229,11 @@ def _batches(*columns: Sequence[torch.Tensor | None]) -> Iterator[list[_Row]]:
             batch.append(row)
             elements += row.param.numel()
         yield batch
+
+
+def _as_real(tensor: Any) -> Any:
+    """Return complex numbers as pairs of real ones, which Adam treats as two numbers, as in torch."""
+    return torch.view_as_real(tensor) if tensor is not None and tensor.is_complex() else tensor
 
 
 def _slices(row: _Row) -> Iterator[_Row]:
