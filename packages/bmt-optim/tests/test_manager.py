@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from managed import KINDS, Unaware, managed, parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bmt_core.errors import ConfigError
 from bmt_optim import AdamOptimizer, OptimManager, available, create
 from bmt_optim.lr_scheduler import Linear
 
@@ -441,6 +442,14 @@ def test_what_is_no_optimizer_or_is_added_twice_is_refused() -> None:
         manager.add_optimizer(optimizer)
     with pytest.raises(TypeError, match="param_groups"):
         manager.add_optimizer("adam")  # type: ignore[arg-type]
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_before_any_step() -> None:
+    optimizer, manager = AdamOptimizer([parameter()]), OptimManager()
+    with pytest.raises(ConfigError, match=r"call scheduler\.step\(metrics\) yourself after manager\.step\(\)"):
+        manager.add_optimizer(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert not manager.optimizers
+    manager.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3))
 
 
 def test_optimizers_by_name() -> None:

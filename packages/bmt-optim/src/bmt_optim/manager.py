@@ -15,6 +15,7 @@ the CPU reading costs nothing, and the flag is read at once.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import warnings
@@ -27,7 +28,7 @@ import torch
 
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
-from bmt_core.errors import CheckpointError
+from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.ops import HostFlag
 from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
@@ -154,12 +155,14 @@ class OptimManager:
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
         in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
         ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the loss scale changes. One that
-        needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`.
+        needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`. So
+        is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``.
         """
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
         check_elementwise(optimizer)
+        _check_scheduler(lr_scheduler)
         warn_of_groups_by_ndim(adapted.param_groups, stacklevel=3)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
@@ -457,6 +460,19 @@ def _check_keys(state: Mapping[str, Any], *keys: str) -> None:
     if missing:
         raise CheckpointError(
             f"The state has no {' and no '.join(map(repr, missing))}, so it is not one that OptimManager.state_dict() returned."
+        )
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    """Raise :class:`ConfigError` if ``scheduler.step`` needs arguments, before a step fails with its optimizers stepped."""
+    if scheduler is None:
+        return
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise ConfigError(
+            f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which OptimManager.step() does not have. Add the optimizer"
+            f" without this scheduler, and call scheduler.step({', '.join(needed)}) yourself after manager.step()."
         )
 
 
