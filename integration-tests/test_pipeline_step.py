@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +51,24 @@ def test_a_step_by_any_schedule_is_that_of_plain_torch(form: str, grid: str, mic
     wanted = expected(LAYERS)
     for record in on_grid(grid, scheduled, LAYERS, 3, True, schedule, micro_batches, **options):
         compare(record, wanted)
+
+
+def warnings_of_a_loop(has_manager: bool) -> list[str]:
+    model = Piped(2, 3, True)
+    manager, optimizer = OptimManager(), torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.add_optimizer(optimizer)
+    batch = torch.zeros(4, 3, dtype=torch.long), torch.zeros(4, 3, dtype=torch.long)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_step(model, loss_of, batch, num_micro_batches=2, manager=manager if has_manager else None)
+        (manager if has_manager else optimizer).step()
+    return [str(warning.message) for warning in caught if "sums over" in str(warning.message)]
+
+
+@pytest.mark.parametrize("has_manager", [False, True])
+def test_only_a_step_without_a_manager_warns_of_gradients_that_are_sums(has_manager: bool) -> None:
+    first, last = run_ranks(warnings_of_a_loop, 2, has_manager, init={"pipe_size": 2})
+    assert len(first) == (0 if has_manager else 1) and not last
 
 
 def compiled() -> Record:

@@ -73,6 +73,9 @@ def train_step(
             f"train_step runs a PipelineModel, not {type(model).__name__}. Derive the model from PipelineModel, and define"
             " before_layers and after_layers."
         )
+    if manager is not None:
+        # Only the last stage calls the manager's scale_loss, and warnings of plain loops would begin on the others.
+        current().has_scaled_loss = True
     layers = model.pipelined_layers()
     count = num_micro_batches or current().settings.num_micro_batches or layers.stages
     made = make_schedule(schedule, layers.stages, count, layers.chunks)
