@@ -45,12 +45,14 @@ def bmt_cli_commands() -> list[click.Command]:
 def bmt_run_started(runtime: Runtime) -> None:
     """Prepare torch for distributed parameters: fast optimizers accept them, DDP, FSDP and others refuse them, plain loops warn."""
     from bmt_core.modules.refused_functions import refuse_torch_functions
+    from bmt_core.params.elementwise import check_steps
     from bmt_core.params.parameter import DistributedParameter
     from bmt_core.params.plain_loop_warnings import warn_of_plain_loops
     from bmt_core.torch_internals import register_foreach_type
 
     register_foreach_type(DistributedParameter)
     refuse_torch_functions(runtime)
+    check_steps(runtime)
     warn_of_plain_loops(runtime)
 
 

@@ -30,12 +30,12 @@ from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.ops import HostFlag
+from bmt_core.params.elementwise import check_elementwise
 from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
-from bmt_optim.elementwise import check_elementwise
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
@@ -155,8 +155,8 @@ class OptimManager:
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
         in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
         ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the loss scale changes. One that
-        needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see :mod:`bmt_optim.elementwise`. So
-        is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``.
+        needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see
+        :mod:`bmt_core.params.elementwise`. So is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``.
         """
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")

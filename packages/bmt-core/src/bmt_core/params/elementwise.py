@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import Runtime
 
 # By the ends of names of classes in lower case: many packages offer the same algorithm, as FusedLAMB or DistributedMuon, say.
 _REASONS = {
@@ -19,6 +23,12 @@ _REASONS = {
     "soap": "it multiplies whole matrices",
 }
 _QUANTISED = re.compile(r"(8bit|4bit|fp8)$")
+
+
+def check_steps(runtime: Runtime) -> None:
+    """Call :func:`check_elementwise` before every step of any optimizer until shutdown, also in a loop without a manager."""
+    hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: check_elementwise(optimizer))
+    runtime.at_shutdown.append(hook.remove)
 
 
 def check_elementwise(optimizer: Any) -> None:
@@ -42,7 +52,13 @@ def _reason_against(optimizer: Any) -> str | None:
     declared = getattr(optimizer, "bmt_elementwise", None)
     if declared is not None:
         return None if declared else "it says bmt_elementwise = False"
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    kind: Any = type(optimizer)
+    return _reason_against_class(kind)
+
+
+@functools.cache
+def _reason_against_class(optimizer: type) -> str | None:
+    names = [kind.__name__.lower() for kind in optimizer.__mro__]
     if any(_QUANTISED.search(name) for name in names):
         return "it quantises its state in blocks, which would be others than those of the whole parameter"
     return next((reason for name in names for end, reason in _REASONS.items() if name.endswith(end)), None)
