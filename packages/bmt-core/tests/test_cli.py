@@ -280,7 +280,7 @@ def test_doctor_names_packages_that_are_missing_or_do_not_fit(bmt: Bmt, monkeypa
     assert found["bmt-old"] == ("error", "version 0.9, beside bmt-core 1.0. Install one version of all packages.")
     assert (
         found["bmt-path"][0] == "warning"
-        and "json can be imported and bmt-path is not installed" in found["bmt-path"][1]
+        and "json can be imported but bmt-path is not installed" in found["bmt-path"][1]
     )
     assert found["bmt-train"][0] == "error" and found["bmt-train"][1].startswith("BMTrain 1.0.1")
 
