@@ -74,8 +74,8 @@ def train_step(
             " before_layers and after_layers."
         )
     if manager is not None:
-        # Only the last stage calls the manager's scale_loss, and warnings of plain loops would begin on the others.
-        current().has_scaled_loss = True
+        # Only the last stage has losses to scale, but scaling also prepares the gradients that every rank has.
+        manager.scale_loss(torch.zeros(()))
     layers = model.pipelined_layers()
     count = num_micro_batches or current().settings.num_micro_batches or layers.stages
     made = make_schedule(schedule, layers.stages, count, layers.chunks)

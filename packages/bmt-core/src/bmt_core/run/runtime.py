@@ -77,7 +77,7 @@ class Runtime:
         self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
         """Called when the call of an outermost bmt module begins, in training and evaluation, on every rank alike."""
         self.has_scaled_loss = False
-        """Whether an ``OptimManager`` has scaled a loss in this run, on this rank or another stage. Set by who scales losses."""
+        """Whether an ``OptimManager`` has scaled a loss in this run. Set by the manager."""
         self.make_block: MakeBlock | None = None
         """See :class:`bmt_core.plugins.protocols.Run`."""
         self.at_shutdown: list[Callable[[], None]] = []
