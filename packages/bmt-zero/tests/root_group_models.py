@@ -98,6 +98,48 @@ def used_on_rank_0_only(read: bool) -> list[bool]:
     return [p.grad is not None for p in shards.spare.parameters()]
 
 
+class Routed(nn.Module):
+    """Uses its expert on rank 0 alone, as a router may by the tokens of a rank."""
+
+    def __init__(self, expert: nn.Linear) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.expert = expert
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        return x + self.expert(x) if rank() == 0 else x
+
+
+class SharedExpert(nn.Module):
+    """Blocks that share an expert. Each call runs the layers that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        expert = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Routed(expert), Routed(expert)])
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        x = self.norm(x)
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def expert_of_a_layer_that_was_skipped() -> list[torch.Tensor]:
+    """Gradients of the shared expert in calls after one that has not run the layers which have it."""
+    shards: Any = sharded(SharedExpert())
+    gradients = []
+    for order in ((0, 1, 2), (0,), (0, 1), (0,), (2, 1)):
+        shards.zero_grad()
+        shards(torch.ones(2, WIDTH), order).sum().backward()
+        expert = shards.layers[1].expert.bias
+        if len(order) > 1:
+            gradients.append(expert.gather_like(expert.grad))
+    return gradients
+
+
 class Failing(Model):
     fails = False
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from root_group_models import (
     complex_and_unused,
+    expert_of_a_layer_that_was_skipped,
     hooked_and_unread,
     in_other_modes,
     model,
@@ -120,6 +121,12 @@ def test_small_gradients_add_up_though_micro_batches_use_other_parameters(uses: 
 
 def test_what_only_one_rank_uses_has_a_gradient_on_all() -> None:
     assert run_ranks(used_on_rank_0_only, 2, True) == [[True, True]] * 2
+
+
+def test_what_only_one_rank_uses_of_a_shared_layer_that_the_last_call_skipped_has_a_gradient_on_all() -> None:
+    first, *others = run_ranks(expert_of_a_layer_that_was_skipped, 2, timeout=30)
+    assert all(grad.abs().sum() > 0 for grad in first) and len(first) == 3
+    torch.testing.assert_close(others, [first])
 
 
 def test_a_call_that_fails_leaves_nothing_behind() -> None:

@@ -4,7 +4,9 @@
 and without gradients. The next such call gathers these groups when it begins (the first call gathers all parameters of the module),
 so that they are there, or arriving, when they are read. If a call has read only some parameters of a group, the group is divided;
 this moves memory and communicates nothing. A parameter that was not expected is gathered alone, and with a group in the next call.
-Every rank reads the same parameters, so every rank forms the same groups.
+Every rank reads the same parameters, so every rank forms the same groups. Parameters that several Blocks share stay expected: a
+Block reads them on every rank, but may use them on some ranks only, and the gradient of a parameter that was gathered alone is
+reduced only by ranks that used it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class OutsideParameters:
             if call is not None:
                 call.end()
             if read is not None:
-                expected[has_grad] = self._groups_of(read) if read else []
+                shared = [p for group in known or () for p in group.parameters if p._shared]
+                expected[has_grad] = self._groups_of([*read, *shared])
 
         return end
 
