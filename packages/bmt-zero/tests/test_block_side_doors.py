@@ -513,59 +513,6 @@ def test_sparse_gradients_outside_of_blocks_are_reduced_dense() -> None:
     assert run_ranks(sparse_outside, 2) == [[0.0, 8.0, 0.0, 0.0, 4.0]] * 2
 
 
-class Aliasing(nn.Module):
-    """Returns two outputs; ``kind`` says with what the second one shares memory."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.layer = kind, line(0.5)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.layer(x)
-        if self.kind in ("input", "view of input"):
-            return y, x if self.kind == "input" else x.flatten()
-        return (y, y) if self.kind == "same" else (y, y[..., :1] if self.kind == "view of output" else y + 1)
-
-
-def with_aliases(kind: str, kwargs: dict[str, Any] | None, change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    layer: nn.Module = Aliasing(kind)
-    module = layer if kwargs is None else Block(layer, **kwargs)
-    inputs = X.clone().requires_grad_()
-    one, other = module(inputs * 1)
-    change(other)
-    (one.square().sum() + other.sum()).backward()
-    return {**grads_of(module), "input": inputs.grad}
-
-
-def compare_aliases(kind: str, kwargs: dict[str, Any]) -> None:
-    changes: list[Callable[[torch.Tensor], Any]] = [torch.Tensor.detach]
-    if kind in ("ordinary", "same"):
-        changes.append(double_)
-    else:
-        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-            with_aliases(kind, kwargs, double_)
-        with torch.no_grad():
-            Block(Aliasing(kind), **kwargs)(X.clone())[1].mul_(2)
-    for change in changes:
-        expected, found = with_aliases(kind, None, change), with_aliases(kind, kwargs, change)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0)
-
-
-def double_(tensor: torch.Tensor) -> None:
-    tensor.mul_(2)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"zero_level": level, "use_checkpoint": checks} for level in range(4) for checks in (False, True)],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["input", "view of input", "view of output", "same", "ordinary"])
-def test_an_output_that_shares_memory_is_not_modified_without_its_gradient(kind: str, kwargs: dict[str, Any]) -> None:
-    run_ranks(compare_aliases, 1, kind, kwargs)
-
-
 def input_modified_after_the_block() -> str:
     block = Block(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), use_checkpoint=True)
     x = torch.ones(3, 2)

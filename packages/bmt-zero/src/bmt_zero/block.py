@@ -54,9 +54,6 @@ class Block(nn.Module):
     ``inner_module`` may be on the meta device: it is sharded without values and gets them from :func:`init_parameters`
     or from a checkpoint. Calling it before that is an error.
 
-    An output that shares memory with an input or with another output (``return x + y, x``) must not be modified in place while it
-    has gradients: torch raises an error about a view that ``Leave`` has made. Modify ``output.clone()``.
-
     Making a block is collective if a parameter was sharded before. Calling it is collective, and so is its backward.
     """
 

@@ -14,13 +14,12 @@ accumulates into all leaves; ``autograd.grad`` and ``backward(inputs=...)`` do n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from bmt_core.modules.first_derivatives import first_derivatives_only
-from bmt_core.torch_internals import accumulates_at, storage_key
+from bmt_core.torch_internals import accumulates_at
 from bmt_zero.schedule.block_call import BlockCall
 
 
@@ -43,28 +42,22 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """(call, token, aliased, outputs…) -> outputs…: see [Note: the two nodes].
-
-    ``aliased`` is the memory, by :func:`storage_key`, that an output shares with another one or with an input of the block.
-    """
+    """(call, token, outputs…) -> outputs…: see [Note: the two nodes]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: BlockCall, token: torch.Tensor, aliased: Collection[int], *outputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: BlockCall, token: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.token_device = token.device
-        # Code after the block may modify an output in place, and must not modify an alias: its change would have no gradient in
-        # the other tensor. Autograd refuses to modify views that a Function returns, and takes detached tensors for new ones.
-        return tuple(o.view_as(o) if aliased and storage_key(o) in aliased else o.detach() for o in outputs)
+        # Detached, because code after the block may modify an output in place.
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.call.begin_backward()
         token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
-        return None, token, None, *grads
+        return None, token, *grads
 
 
 class EndAtInputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.outermost_call import gather_once
 from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.settings import ReduceDtype
-from bmt_core.torch_internals import has_gradient_hooks, storage_key
+from bmt_core.torch_internals import has_gradient_hooks
 from bmt_zero.schedule.autograd_nodes import EndAtInputs, Enter, Leave
 from bmt_zero.schedule.block_call import BlockCall
 from bmt_zero.schedule.recomputation import Recomputation
@@ -147,17 +147,9 @@ def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: An
         # In autograd.grad() torch cannot watch several leaves. If an input is a leaf, the call ends with the pass, soon after.
         if sources and True not in [source.is_leaf for source in sources]:
             call.input_hook = register_multi_grad_hook(sources, EndAtInputs(call))
-    if len(gated) > 1:
-        gated = list({id(output): output for output in gated}.values())
-    left = Leave.apply(call, token, _aliased(gated, tensors_in(inputs)), *gated)  # type: ignore[no-untyped-call]
+    left = Leave.apply(call, token, *gated)  # type: ignore[no-untyped-call]
     passed = {id(old): new for old, new in zip(gated, left, strict=True)}
     return map_tensors(lambda t: passed.get(id(t), t), outputs)
-
-
-def _aliased(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> Collection[int]:
-    """Return the memory, by :func:`storage_key`, that several of these tensors share."""
-    keys = [storage_key(t) for t in (*outputs, *inputs) if t.layout is torch.strided]  # sparse tensors have no storage
-    return {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else ()
 
 
 def _copy_of(
