@@ -44,11 +44,12 @@ def begin_step() -> None:
 
 @contextmanager
 def step_transfers() -> Iterator[None]:
-    """Inside, a rank makes the transfers of a step. If something raises here (``KeyboardInterrupt``), no step can follow."""
+    """Inside, a stage makes the transfers of a step. If something raises here (``KeyboardInterrupt``), no step can follow."""
     try:
         yield
     except BaseException as error:
-        _broken[current()] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        if num_stages() > 1:
+            _broken[current()] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise
 
 

@@ -114,7 +114,7 @@ _OWN_CODE = "a load_state_dict pre-hook or an override of _load_from_state_dict"
 _REMEDY = "Here it can only rename and add tensors: use model.load_state_dict(torch.load(...)) on every rank"
 
 
-class _ReachedTorch(Exception):  # not an error
+class _ReachedTorch(BaseException):  # no Exception, which an override may catch
     """Ends ``_load_from_state_dict`` where torch would copy values from ``state``."""
 
     def __init__(self, state: dict[str, Any]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -13,16 +12,21 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime
 
 # By the ends of names of classes in lower case: many packages offer the same algorithm, as FusedLAMB or DistributedMuon, say.
-_REASONS = {
-    "adafactor": "it keeps the second moment by rows and columns of whole parameters",
+_QUANTISES = "it quantises its state in blocks, which would be others than those of the whole parameter"
+_REASONS_OF_VALUES = {
+    "8bit": _QUANTISES,
+    "4bit": _QUANTISES,
+    "fp8": _QUANTISES,
     "lamb": "it compares norms of whole parameters",
     "lars": "it compares norms of whole parameters",
     "lbfgs": "it takes dot products over whole parameters",
+}
+_REASONS_OF_SHAPE = {
+    "adafactor": "it keeps the second moment by rows and columns of whole parameters",
     "muon": "it makes whole matrices orthogonal",
     "shampoo": "it multiplies whole matrices",
     "soap": "it multiplies whole matrices",
 }
-_QUANTISED = re.compile(r"(8bit|4bit|fp8)$")
 
 
 def check_steps(runtime: Runtime) -> None:
@@ -37,10 +41,15 @@ def check_elementwise(optimizer: Any) -> None:
     The attribute ``bmt_elementwise`` of the optimizer or its class says whether it can. Without it, optimizers that are known to
     need whole parameters are refused, and all others count as elementwise.
     """
-    reason = _reason_against(optimizer)
-    if reason is None:
+    declared = getattr(optimizer, "bmt_elementwise", None)
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    of_shape = "it says bmt_elementwise = False" if declared is False else _reason(names, _REASONS_OF_SHAPE)
+    reason = of_shape or _reason(names, _REASONS_OF_VALUES)
+    if declared or reason is None:
         return
-    if any(isinstance(p, DistributedParameter) for group in optimizer.param_groups for p in group["params"]):
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DistributedParameter)]
+    # A parameter of which this rank has every value may be flat all the same.
+    if any(p.is_part or (of_shape and p.shape != p.whole_shape) for p in parameters):
         raise ConfigError(
             f"{type(optimizer).__name__} cannot train sharded parameters, of which each rank has a 1-D slice: {reason}."
             " Use an elementwise optimizer (AdamOptimizer, say), or keep these parameters out of Blocks and wrappers. If this"
@@ -48,17 +57,5 @@ def check_elementwise(optimizer: Any) -> None:
         )
 
 
-def _reason_against(optimizer: Any) -> str | None:
-    declared = getattr(optimizer, "bmt_elementwise", None)
-    if declared is not None:
-        return None if declared else "it says bmt_elementwise = False"
-    kind: Any = type(optimizer)
-    return _reason_against_class(kind)
-
-
-@functools.cache
-def _reason_against_class(optimizer: type) -> str | None:
-    names = [kind.__name__.lower() for kind in optimizer.__mro__]
-    if any(_QUANTISED.search(name) for name in names):
-        return "it quantises its state in blocks, which would be others than those of the whole parameter"
-    return next((reason for name in names for end, reason in _REASONS.items() if name.endswith(end)), None)
+def _reason(names: Sequence[str], reasons: Mapping[str, str]) -> str | None:
+    return next((reason for name in names for end, reason in reasons.items() if name.endswith(end)), None)
