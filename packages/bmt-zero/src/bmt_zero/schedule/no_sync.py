@@ -19,8 +19,8 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     a parameter; ``with no_sync(model) as held:`` gives their size in bytes on this rank. To save memory, gradients of blocks of
     levels 2 and 3 and of parameters outside of blocks are still reduced at every micro-batch. The resulting gradients are the same.
     Until then ``.grad`` is zero for blocks of levels 0 and 1. ``zero_grad`` drops the local sums, and so does any other change of
-    ``.grad``, so change gradients after the last micro-batch. If a block has several optimizers, ``zero_grad`` of one drops only the
-    sums of its own parameters, unless ``set_to_none`` is False. A gradient hook makes its rank reduce at every micro-batch:
+    ``.grad``, so change gradients after the last micro-batch. If a block has several optimizers, ``zero_grad`` of one drops only
+    the sums of its own parameters, unless ``set_to_none`` is False. A gradient hook makes its rank reduce at every micro-batch:
     register hooks on all ranks.
     """
     engines = [module.__dict__["_bmt_block"] for module in model.modules() if "_bmt_block" in module.__dict__]
