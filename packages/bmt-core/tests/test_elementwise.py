@@ -41,3 +41,8 @@ def test_only_steps_that_need_whole_parameters_are_refused_on_parts(is_sharded: 
     for messages in run_ranks(refused, 2, is_sharded):
         names = ["LBFGS", "Adafactor", "Muon"] if is_sharded else []
         assert [message.split(" cannot train sharded parameters")[0] for message in messages] == names
+
+
+def test_a_rank_that_has_every_value_refuses_what_needs_shapes_only() -> None:
+    (messages,) = run_ranks(refused, 1, True)
+    assert [message.split(" cannot train sharded parameters")[0] for message in messages] == ["Adafactor", "Muon"]
