@@ -317,43 +317,6 @@ def _load_error(states: list[Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer])
-def test_an_optimizers_own_state_of_another_rank_is_refused(
-    run_ranks: Any, kind: type[AdamOptimizer], tmp_path: Path
-) -> None:
-    errors = run_ranks(_load_rank_0s_optimizer_state, 2, kind, str(tmp_path / "optimizer.pt"))
-    assert errors == [None, "The optimizer state is that of rank 0, and this is rank 1."]
-
-
-def _load_rank_0s_optimizer_state(kind: type[AdamOptimizer], path: str) -> str | None:
-    optimizer = _stepped(kind, DistributedParameter(torch.ones(4, 3)))
-    state = optimizer.state_dict()
-    if runtime.rank() == 0:
-        torch.save(state, path)
-    runtime.synchronize()
-    of_rank_0, error = torch.load(path, weights_only=True), None
-    moment = optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].clone()
-    try:
-        optimizer.load_state_dict(of_rank_0)
-    except CheckpointError as refused:
-        error = str(refused)
-    optimizer.load_state_dict(state)
-    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moment)
-    torchs = torch.optim.Adam([DistributedParameter(torch.ones(4, 3))])
-    torchs.load_state_dict(state)
-    assert torch.equal(torchs.state_dict()["state"][0]["exp_avg"], moment)
-    optimizer.load_state_dict({key: of_rank_0[key] for key in ("state", "param_groups")})  # of an older version
-    whole = _stepped(kind, torch.nn.Parameter(torch.ones(4, 3)))
-    assert whole.state_dict().keys() == {"state", "param_groups"}
-    return error
-
-
-def _stepped(kind: type[AdamOptimizer], p: torch.nn.Parameter) -> AdamOptimizer:
-    optimizer, p.grad = kind([p]), torch.full_like(p, runtime.rank() + 1)
-    optimizer.step()
-    return optimizer
-
-
 def test_a_state_of_other_optimizers_or_parameters_is_refused() -> None:
     training = Training("bmt", torch.float32)
     training.run(range(1))
