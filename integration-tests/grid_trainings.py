@@ -94,7 +94,7 @@ class Model(PipelineModel):
         return embedded
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.table(hidden, projection=True)
+        logits: torch.Tensor = self.table(hidden, projection=True).transpose(0, 1)
         return logits
 
 

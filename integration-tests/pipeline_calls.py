@@ -87,6 +87,25 @@ def ambiguous_call(rank: int, step: int) -> Call:
     return (x, drawn(rank, step, ROWS, 1, 1, number=1), of_all), {"batch_related": [0]}
 
 
+def none_related_call(rank: int, step: int) -> Call:
+    """All extras belong to all rows, by position and by name, though they have as many rows as the batch has."""
+    x, table = drawn(rank, step, ROWS, ROWS, WIDTH, grad=True), drawn(rank, step, ROWS, WIDTH, number=1, grad=True)
+    return (x, table), {"by_name": drawn(rank, step, ROWS, 1, number=2, grad=True), "batch_related": []}
+
+
+def named_call(rank: int, step: int) -> Call:
+    """Of what is passed by name, too, only a part has the batch as dim 0."""
+    x, table = drawn(rank, step, ROWS, ROWS, WIDTH, grad=True), drawn(rank, step, ROWS, WIDTH, number=1, grad=True)
+    mask, other = drawn(rank, step, ROWS, 1, 1, number=2, grad=True), drawn(rank, step, ROWS, 1, 1, number=3)
+    return (x, table, other), {"table": table, "mask": mask, "batch_related": [1, "mask"]}
+
+
+def declared_call(rank: int, step: int) -> Call:
+    """The list has the declaration."""
+    args, kwargs = named_call(rank, step)
+    return args, {name: value for name, value in kwargs.items() if name != "batch_related"}
+
+
 def changing_call(rank: int, step: int) -> Call:
     length = [3, 5, 3, 1][step % 10]
     return (drawn(rank, step, ROWS, length, WIDTH, grad=step != 2),), {}
@@ -144,6 +163,9 @@ CASES = {
     "extras": Case(extras_call),
     "sequence first": Case(sequence_first_call, options={"batch_dim": 1}),
     "batch_related": Case(ambiguous_call),
+    "none batch_related": Case(none_related_call),
+    "batch_related by name": Case(named_call),
+    "batch_related of the list": Case(declared_call, options={"batch_related": [1, "mask"]}),
     "shapes that change": Case(changing_call, look=True, steps=4),
     "counters": Case(two_call(counters, return_hidden_states=True), Two, options={"num_hidden": 2}),
     "constants": Case(two_call(constants), Two, options={"num_hidden": 2}),

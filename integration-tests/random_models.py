@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -230,19 +232,48 @@ PARTS: list[Callable[[random.Random], nn.Module]] = [
 ]
 
 
+class Sign(enum.Enum):
+    """By what the table is multiplied."""
+
+    PLUS = 1
+    MINUS = -1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Plain values that layers get; they change from step to step."""
+
+    scale: float
+    sign: Sign
+
+
 class Layer(nn.Module):
-    """Up to three parts after one another; ``shape`` says in what the hidden state comes and goes."""
+    """Up to three parts after one another; ``shape`` says in what the hidden state comes and goes.
+
+    ``mask`` has the batch as dim 0; ``table`` is one for all rows, and may have as many rows as the batch. Outside of the layer
+    the hidden state is (positions, batch, features) if :attr:`is_sequence_first`.
+    """
+
+    is_sequence_first = False
 
     def __init__(self, r: random.Random, shape: str, kinds: Sequence[Callable[[random.Random], nn.Module]]) -> None:
         super().__init__()
         self.parts = nn.ModuleList([r.choice(kinds)(r) for _ in range(r.randint(0, 3))])
         self.shape = shape
 
-    def forward(self, state: Any, *, hidden: Any = None) -> Any:
+    def forward(
+        self, state: Any, mask: Any = None, table: Any = None, options: Options | None = None, *, hidden: Any = None
+    ) -> Any:
         x = {"tensor": lambda: state, "tuple": lambda: state[0], "dict": lambda: state["x"], "keyword": lambda: hidden}
         out = x[self.shape]()
+        if self.is_sequence_first:
+            out = out.transpose(0, 1)
+        if options is not None:
+            out = out + options.scale * options.sign.value * mask * table
         for part in self.parts:
             out = out + 0.5 * part(out)
+        if self.is_sequence_first:
+            out = out.transpose(0, 1)
         return {"tensor": out, "tuple": (out, None, 3), "dict": {"x": out}, "keyword": [out]}[self.shape]
 
     def take_aux(self) -> Any:
@@ -253,8 +284,11 @@ class Layer(nn.Module):
             part.aux = None
         return total
 
-    def run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(self, x: torch.Tensor, *extras: Any) -> torch.Tensor:
         """Call the layer and return its hidden state."""
+        if extras:
+            only: torch.Tensor = self(x, *extras)
+            return only
         if self.shape == "keyword":
             return self(None, hidden=x)[0]
         out = self({"tensor": x, "tuple": (x,), "dict": {"x": x}}[self.shape])
@@ -269,6 +303,8 @@ class Model(nn.Module):
     """
 
     aux: Any = 0.0
+    gives_extras = False
+    options = Options(1.0, Sign.PLUS)
 
     def __init__(
         self, r: random.Random, dtype: torch.dtype, *, tensors_only: bool, may_tie: bool, tp: int, parts: int | None
@@ -305,6 +341,7 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor, order: list[int]) -> torch.Tensor:
         """Return logits; the losses on the side are in :attr:`aux`."""
         x = self.embedding(tokens)
+        extras = extras_of(self, tokens) if self.gives_extras else ()
         self.aux = 0.0
         if order == list(range(len(self.layers))) and not isinstance(self.layers, nn.ModuleList):
             x = self.layers(x)
@@ -312,6 +349,12 @@ class Model(nn.Module):
         else:
             for index in order:
                 layer: Any = self.layers[index]
-                x = layer.run(x)
+                x = layer.run(x, *extras)
                 self.aux = self.aux + layer.take_aux()
         return self.head(self.norm(x))
+
+
+def extras_of(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Options]:
+    """Return what layers get besides the hidden state."""
+    weight: torch.Tensor = model.embedding.weight
+    return (tokens[:, :1, None] % 3).to(weight.dtype), weight[:LENGTH], model.options

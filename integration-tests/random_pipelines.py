@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from parallel_parts import parallelize
-from random_models import Model
+from random_models import LENGTH, Model, extras_of
 from random_plans import Plan, StepPlan
-from random_trainings import ShardedTraining
+from random_trainings import IGNORED, ShardedTraining
 from torch import nn
 
 from bmt_core.errors import RemoteError
 from bmt_core.run import runtime
-from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, eval_step, train_step
 from bmt_pipeline.pipeline_ranks import pipeline_group
 from bmt_zero import Block, BMTrainModelWrapper
 
@@ -25,25 +25,43 @@ class PipelinedModel(PipelineModel):
     """``random_models.Model``, with its layers divided over stages. Nothing leaves them on the side."""
 
     aux = 0.0
+    options = Model.options
 
     def __init__(self, model: Model, plan: Plan) -> None:
         super().__init__()
         assert plan.pipeline is not None
-        self.embedding = model.embedding
+        self.embedding, self.pipeline = model.embedding, plan.pipeline
+        self.is_sequence_first = plan.pipeline.layout != "batch first"
+        for layer in model.layers:
+            layer.is_sequence_first = self.is_sequence_first  # type: ignore[assignment]
         self.layers = PipelineTransformerBlockList(
             [_member(layer, plan, index) for index, layer in enumerate(model.layers)],
             chunks=plan.pipeline.chunks,
             placement=plan.pipeline.placement,
             costs=plan.pipeline.costs,
+            batch_dim=int(self.is_sequence_first),
+            batch_related=[0] if plan.pipeline.extras else None,
         )
         self.norm, self.head = model.norm, model.head
 
-    def before_layers(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits of ``tokens``, which are (batch, positions) in any layout."""
+        logits: torch.Tensor = super().forward(tokens.t() if self.takes_transposed else tokens)
+        return logits
+
+    @property
+    def takes_transposed(self) -> bool:
+        """Whether :meth:`before_layers` takes tokens (positions, batch)."""
+        return self.pipeline.layout == "all sequence first"
+
+    def before_layers(self, tokens: torch.Tensor) -> tuple[Any, ...]:
+        tokens = tokens.t() if self.takes_transposed else tokens
         embedded: torch.Tensor = self.embedding(tokens)
-        return embedded
+        extras = extras_of(self, tokens) if self.pipeline.extras else ()
+        return embedded.transpose(0, 1) if self.is_sequence_first else embedded, *extras
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(hidden))
+        logits: torch.Tensor = self.head(self.norm(hidden.transpose(0, 1) if self.is_sequence_first else hidden))
         return logits
 
 
@@ -54,7 +72,9 @@ class PipelinedTraining(ShardedTraining):
         """Return the model with the layers of this stage."""
         self.places = {name: number for number, (name, _) in enumerate(model.named_parameters())}
         if self.plan.tp > 1:
-            parallelize(model, runtime.current().topology.axis_size("tp"), random.Random(f"parts {self.plan.seed}"))
+            parallelize(
+                model, runtime.current().topology.axis_size("tp"), random.Random(f"parts {self.plan.seed}"), whole=False
+            )
         return BMTrainModelWrapper(PipelinedModel(model, self.plan))
 
     def numbers(self) -> Iterable[tuple[int, nn.Parameter]]:
@@ -83,18 +103,28 @@ class PipelinedTraining(ShardedTraining):
     def loss(self, step: int, micro: int, order: Iterable[int]) -> torch.Tensor:
         """Return the loss; by a schedule, its gradients are there already."""
         assert self.plan.pipeline is not None
-        schedule = self.plan.pipeline.schedule
-        if schedule is None or not torch.is_grad_enabled():
+        schedule, evaluates = self.plan.pipeline.schedule, not torch.is_grad_enabled()
+        if schedule is None or (evaluates and self.plan.pipeline.evaluates_by == "model"):
             return super().loss(step, micro, order)
-        tokens = [self.tokens(step, micro, rank) for rank in pipeline_group().ranks]
-        return train_step(
-            self.model,
-            lambda logits, targets: self.loss_of_tokens(logits.flatten(0, 1), targets.flatten()),
-            (torch.cat(tokens), torch.cat([of_rank.roll(1) for of_rank in tokens])),
-            schedule,
-            self.plan.micro_batches(self.world_size, step),
-            manager=self.manager if self.plan.manages else None,
-        )
+        ranks, model = pipeline_group().ranks, self.model
+        batch = [torch.cat([of(step, micro, rank) for rank in ranks]) for of in (self.tokens, self.targets)]
+        if model.takes_transposed:
+            batch = [part.t() for part in batch]
+        count = self.plan.micro_batches(self.world_size, step)
+        options: dict[str, Any] = {"num_micro_batches": count, "batch_dim": int(model.takes_transposed)}
+        if not model.is_sequence_first or len(batch[0]) // count != LENGTH:  # else what the batch is would be a guess
+            options["batch_dim"] = options["batch_dim"] or None
+        if self.counts:
+            options["count_fn"] = lambda targets: (targets != IGNORED).sum()
+
+        def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            targets = (targets.t() if model.takes_transposed else targets).flatten()
+            return (self.sum_of_tokens if self.counts else self.loss_of_tokens)(logits.flatten(0, 1), targets)
+
+        if evaluates and self.plan.pipeline.evaluates_by == "eval_step":
+            return eval_step(model, loss_fn, tuple(batch), **options)  # type: ignore[arg-type]
+        options["manager"] = self.manager if self.plan.manages else None
+        return train_step(model, loss_fn, tuple(batch), schedule, **options)  # type: ignore[arg-type]
 
     def backward(self, loss: torch.Tensor, plan: StepPlan, micro: int) -> None:
         """Run backward, unless the schedule has."""

@@ -35,6 +35,12 @@ class PipelinePlan:
     costs: tuple[int, ...] | None  # one per layer
     rows: int  # of a rank's batch
     micro_batches: tuple[int, ...]  # by step; a list has those of the first step in all
+    layout: str = (
+        "batch first"  # or "sequence first": of hidden states; or "all sequence first": of a schedule's batch, too
+    )
+    extras: bool = False  # layers get a mask, a table and plain values, and the list a declaration
+    counts: bool = False  # the loss is a mean over tokens, of which some do not count
+    evaluates_by: str = "model"  # without gradients: "model", "train_step" or "eval_step"
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Plan:
 
     seed: int
     tp: int
+    whole: bool  # ranks along tp have the same sequences
     pipeline: PipelinePlan | None
     dtype: torch.dtype
     wraps: str
@@ -93,6 +100,7 @@ class Plan:
             tp=self.tp,
             parts=parts,
         )
+        model.gives_extras = self.pipeline is not None and self.pipeline.extras
         for module in model.modules():
             if isinstance(module, Recomputed):
                 module.is_reentrant = self.may_reenter and r.random() < 0.5
@@ -120,9 +128,20 @@ class Plan:
         """Return by what the manager divides losses. Rows are cut among ranks along tp: each brings sequences of its own."""
         return world_size // self.tp_size(world_size)
 
+    def batches(self, world_size: int) -> int:
+        """Return how many ranks have different batches."""
+        return self.data_size(world_size) if self.whole else world_size
 
-def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: PipelinePlan | None = None) -> Plan:
-    """Return training number ``seed``; ``tp`` and ``pp``, or the whole ``pipeline``, are drawn, too, unless they are given."""
+
+def draw(
+    seed: int,
+    tp: int | None = None,
+    pp: int | None = None,
+    pipeline: PipelinePlan | None = None,
+    *,
+    whole: bool | None = None,
+) -> Plan:
+    """Return training number ``seed``; ``tp`` and ``pp``, or all of ``pipeline``, and ``whole`` are drawn, unless given."""
     r = random.Random(f"grid {seed}")
     tp = tp or (r.choice([2, 2, 4]) if r.random() < 0.35 else 1)
     of_pipeline = random.Random(f"pipeline {seed}")
@@ -140,6 +159,7 @@ def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: Pipe
     plan = Plan(
         seed=seed,
         tp=tp,
+        whole=pipeline is None and (random.Random(f"whole {seed}").random() < 0.5 if whole is None else whole),
         pipeline=pipeline,
         dtype=dtype,
         wraps=wraps,
@@ -182,6 +202,7 @@ def draw(seed: int, tp: int | None = None, pp: int | None = None, pipeline: Pipe
         if of_pipeline.random() < 0.2:
             costs = tuple(of_pipeline.randint(1, 9) for _ in range(count))
             pipeline = replace(pipeline, costs=costs)
+        pipeline = _draw_form(random.Random(f"form {seed}"), pipeline, tp)
     return replace(plan, blocks=blocks, steps=steps, hooked=hooked, pipeline=pipeline)
 
 
@@ -199,6 +220,17 @@ def _draw_pipeline(r: random.Random, stages: int) -> PipelinePlan:
         costs=None,
         rows=rows,
         micro_batches=tuple(r.choice(counts) for _ in range(STEPS)),
+    )
+
+
+def _draw_form(r: random.Random, pipeline: PipelinePlan, tp: int) -> PipelinePlan:
+    """Return ``pipeline`` with what was added later, from a generator of its own, so that older draws stay."""
+    layout = r.choice(["batch first", "batch first", "sequence first", "all sequence first"])
+    extras, counts = r.random() < 0.4, r.random() < 0.4
+    evaluates_by = r.choice(["model", "train_step", "eval_step"])
+    # Ranks along tp have parts of the embedding, which is the table, and rows of their own, which are counted together.
+    return replace(
+        pipeline, layout=layout, extras=extras and tp == 1, counts=counts and tp == 1, evaluates_by=evaluates_by
     )
 
 

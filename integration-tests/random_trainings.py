@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from offload_training import Offload
 from parallel_parts import parallelize
-from random_models import LENGTH, TOKENS, Model
+from random_models import LENGTH, TOKENS, Model, Options, Sign
 from random_plans import Plan, StepPlan
 from torch import nn
 from torch.nn import functional as F
@@ -29,6 +29,7 @@ from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 ADAM = {"lr": 0.05, "eps": 1e-3, "betas": (0.8, 0.9)}
 MAX_NORM = 0.3
+IGNORED = -100
 
 
 def leave_alone(tensor: torch.Tensor) -> None:
@@ -78,6 +79,7 @@ class Training:
     def step(self, number: int, plan: StepPlan) -> None:
         """Take a step."""
         self.prepare(plan)
+        self.model.options = Options(1.0 / (number + 1), Sign.MINUS if number % 2 else Sign.PLUS)
         if plan.fails is not None:
             self.fail(number, plan.fails)
             self.prepare(plan)
@@ -174,9 +176,38 @@ class Training:
             for (holder, name), buffer in zip(places, before, strict=True):
                 holder[name] = buffer.clone()  # every rank changes its own
             tokens = self.tokens(step, micro, rank)
-            logits = self.logits(tokens, order)
-            total = total + self.loss_of_tokens(logits.flatten(0, 1), tokens.roll(1).flatten()) + 0.1 * self.model.aux
+            targets = self.targets(step, micro, rank).flatten()
+            logits = self.logits(tokens, order).flatten(0, 1)
+            if self.counts:
+                # As if each rank computed the mean over the tokens of all of them.
+                loss = self.sum_of_tokens(logits, targets) * (self.world_size / self.count(step, micro))
+            else:
+                loss = self.loss_of_tokens(logits, targets)
+            total = total + loss + 0.1 * self.model.aux
         return total
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loss is a mean over tokens, of which some do not count."""
+        return self.plan.pipeline is not None and self.plan.pipeline.counts
+
+    def targets(self, step: int, micro: int, rank: int) -> torch.Tensor:
+        """Return the targets of a batch of ``rank``."""
+        targets = self.tokens(step, micro, rank).roll(1)
+        if self.counts:
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            drawn = torch.rand(targets.shape, generator=generator)
+            drawn[0, 0] = 1.0  # one counts
+            targets[(drawn < 0.7).to(targets.device)] = IGNORED
+        return targets
+
+    def count(self, step: int, micro: int) -> int:
+        """Return how many targets of all ranks count."""
+        return sum(int((self.targets(step, micro, rank) != IGNORED).sum()) for rank in range(self.world_size))
+
+    def sum_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses of the tokens that count."""
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
     def tokens(self, step: int, micro: int, rank: int) -> torch.Tensor:
         """Return a batch of ``rank``."""
@@ -219,8 +250,8 @@ class Training:
         return kind(parameters, weight_decay=0.01, **ADAM)
 
     def ranks(self) -> Iterable[int]:
-        """Return the ranks whose data this process has."""
-        return range(self.world_size)
+        """Return the ranks whose data this process has, of those that have different data."""
+        return range(self.plan.batches(self.world_size))
 
     def prepare(self, plan: StepPlan) -> None:
         """Begin a step."""
@@ -273,7 +304,7 @@ class Training:
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Return the mean over all ranks of what a loss came to."""
-        return value / self.world_size
+        return value / self.plan.batches(self.world_size)
 
     def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole of ``tensor``, which is laid out like ``parameter``."""
@@ -306,7 +337,8 @@ class ShardedTraining(Training):
     def build(self, model: Model) -> nn.Module:
         """Return the model, of blocks."""
         if self.plan.tp > 1:
-            parallelize(model, runtime.current().topology.axis_size("tp"), random.Random(f"parts {self.plan.seed}"))
+            size, r = runtime.current().topology.axis_size("tp"), random.Random(f"parts {self.plan.seed}")
+            parallelize(model, size, r, whole=self.plan.whole)
         blocks: list[nn.Module] = list(model.layers)
         if self.plan.wraps != "wrapper":
             for layer, b in zip(blocks, self.plan.blocks, strict=True):
@@ -323,13 +355,17 @@ class ShardedTraining(Training):
         return kind(parameters, weight_decay=0.01, decoupled_weight_decay=self.plan.optimizer == "adamw", **ADAM)
 
     def ranks(self) -> Iterable[int]:
-        """Return this rank."""
-        return [runtime.rank()]
+        """Return this rank, or the number of its batch."""
+        return [runtime.current().topology.data_rank if self.plan.whole else runtime.rank()]
 
     def loss_of_tokens(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of this rank's tokens, or, where the head is cut, of the tokens of the ranks along tp."""
-        if not isinstance(self.model.head, ColumnParallelLinear):
+        if not isinstance(self.model.head, ColumnParallelLinear) or self.model.head.gather_output:
             return super().loss_of_tokens(logits, targets)
+        if self.plan.whole:
+            loss_of: nn.Module = FusedCrossEntropy(parallel=True)
+            own: torch.Tensor = loss_of(logits, targets)
+            return own.to(self.plan.dtype)
         group = runtime.current().topology.group(("tp",))
         loss = FusedCrossEntropy(parallel=True)(logits, all_gather(targets, group).flatten())
         # The gradient is that of the sum of these ranks' losses, as everywhere here; the value is their mean.

@@ -25,7 +25,7 @@ from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
-from bmt_tp import parallelize, plan_for
+from bmt_tp import parallelize, plan_for, whole
 from bmt_zero import Block, BMTrainModelWrapper
 
 STEPS, MAX_NORM = 3, 0.5
@@ -172,7 +172,7 @@ def made_on_the_meta_device() -> None:
             with torch.device("meta"):
                 model = make()
             torch.manual_seed(5)
-            values.append(BMTrainModelWrapper(parallelize(model) if plan else model).state_dict())
+            values.append(BMTrainModelWrapper(parallelize(model) if plan else whole(model)).state_dict())
         assert all(torch.equal(value, values[1][key]) for key, value in values[0].items()), name
 
 
@@ -199,10 +199,24 @@ def copied() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(**inputs(0)).loss, expected)
 
 
-def other_data() -> None:
-    model = BMTrainModelWrapper(parallelize(built("gpt2")))
-    with pytest.raises(ValueError, match="Ranks 0, 1 compute one batch together, and were called with different ids"):
-        model(**inputs(0, current().rank, 2))
+def generated() -> list[str]:
+    """What is said of generation, before the model is wrapped and after."""
+    said = []
+    for name in MODELS:
+        model: Any = parallelize(built(name)).eval()
+        for options in ({}, {"use_cache": False}):
+            with pytest.raises(bmt_core.ConfigError) as raised:
+                model.generate(inputs(0)["input_ids"], max_new_tokens=2, **options)
+            said.append(str(raised.value))
+            BMTrainModelWrapper(model)
+        model(**inputs(0)).loss.backward()
+    return said
+
+
+def test_generation_by_a_split_model_is_refused_on_every_rank_with_the_way_out() -> None:
+    for said in run_ranks(generated, 2, init={"tp_size": 2}, timeout=300):
+        assert len(said) == 2 * len(MODELS)
+        assert all(text.startswith("generate() cannot run") and "load the file with tp_size=1" in text for text in said)
 
 
 def battery() -> None:
@@ -211,10 +225,9 @@ def battery() -> None:
     another_head_and_an_odd_vocabulary()
     made_on_the_meta_device()
     copied()
-    other_data()
 
 
-def test_dropout_local_logits_other_heads_the_meta_device_copies_and_other_data() -> None:
+def test_dropout_local_logits_other_heads_the_meta_device_and_copies() -> None:
     run_ranks(battery, 2, init={"tp_size": 2}, timeout=300)
 
 

@@ -22,6 +22,12 @@ def run_all(directory: str) -> Any:
     return peft_models.run_all(directory)
 
 
+def run_split_layers() -> Any:
+    import peft_split_layers
+
+    return peft_split_layers.run_all()
+
+
 def close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -37,3 +43,13 @@ def test_lora_equals_plain_torch_with_peft(tmp_path: Path) -> None:
         first, trained, begun_with_export, export_in_plain_torch = example
         assert trained < first - 0.05
         close([begun_with_export, export_in_plain_torch], [trained, trained])
+
+
+def test_adapters_on_split_layers_are_refused_on_every_rank_and_those_on_whole_layers_train() -> None:
+    for said, (plain, split) in run_ranks(run_split_layers, 2, init={"tp_size": 2}, timeout=180):
+        assert len(said) == 16
+        for (order, target), text in said.items():
+            assert f"{target}, a " in text if order == "before_the_plan" else f"{target}.weight of shape" in text, text
+            assert "adapter (LoRA)" in text and "merge" in text.lower(), text
+        assert len(plain) == 3
+        close(split, plain)

@@ -126,3 +126,65 @@ def test_another_grid_goes_on_as_plain_torch(
         assert values.keys() == state.keys()
         for name, value in state.items():
             torch.testing.assert_close(values[name], value, rtol=tolerance, atol=tolerance)
+
+
+FINE_TUNED = "layers.4."
+
+
+def fine_tuned(optimizer: str, folder: str, steps: range) -> tuple[list[float], State]:
+    """Train the last layer alone, which one stage has, from a checkpoint in ``folder`` or to one."""
+    model, numbers = Piped(torch.float32), []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(FINE_TUNED))
+    trained: Any = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    manager = OptimManager(loss_scale=1024.0)
+    if optimizer == "torch.optim.AdamW":
+        trained = [{"params": trained}]
+    manager.add_optimizer(OPTIMIZERS[optimizer](trained, **ADAM))
+    if steps.start:
+        load_checkpoint(folder, model, manager)
+    batches = list(zip(*text(), strict=True))
+    for step in steps:
+        manager.zero_grad()
+        loss = train_step(model, loss_of, batches[step], "1f1b", 4, manager=manager)
+        norm = manager.clip_grad_norm(manager.optimizers[0].param_groups, MAX_NORM)
+        manager.step()
+        numbers += [float(loss), float(norm)]
+    if not steps.start:
+        save_checkpoint(folder, model, manager, step=steps.stop)
+    states = all_gather_object(dict(model.state_dict()), current().world)
+    return numbers, {name: value for state in states for name, value in state.items()}
+
+
+@pytest.mark.parametrize(("optimizer", "stages"), [("adam", 4), ("offload", 2), ("torch.optim.AdamW", 2)])
+def test_stages_without_trainable_parameters_take_part_in_fine_tuning(
+    optimizer: str, stages: int, tmp_path: Path
+) -> None:
+    model: Any = Plain(LAYERS)
+    kind = torch.optim.AdamW if optimizer == "torch.optim.AdamW" else torch.optim.Adam
+    tuned = [parameter for name, parameter in model.named_parameters() if name.startswith(FINE_TUNED)]
+    made, numbers = kind(tuned, **ADAM), []
+    for ids, targets in zip(*text(), strict=True):
+        model.zero_grad()
+        loss = loss_of(model(ids), targets)
+        loss.backward()
+        numbers += [float(loss.detach()), float(nn.utils.clip_grad_norm_(tuned, MAX_NORM))]
+        made.step()
+    before = run_ranks(fine_tuned, stages, optimizer, str(tmp_path), range(2), init={"pipe_size": stages})
+    after = run_ranks(fine_tuned, 1, optimizer, str(tmp_path), range(2, STEPS))
+    for found, _ in before:
+        assert found + after[0][0] == pytest.approx(numbers, rel=1e-4)
+    torch.testing.assert_close(after[0][1], dict(model.state_dict()), rtol=1e-4, atol=1e-4)
+
+
+def made_of_nothing() -> str:
+    try:
+        return type(AdamOptimizer([])).__name__
+    except ValueError as error:
+        return str(error)
+
+
+def test_an_empty_optimizer_stays_an_error_where_all_ranks_have_parts_of_all_parameters() -> None:
+    assert made_of_nothing() == "optimizer got an empty parameter list"
+    assert run_ranks(made_of_nothing, 2) == ["optimizer got an empty parameter list"] * 2
+    assert run_ranks(made_of_nothing, 2, init={"pipe_size": 2}) == ["AdamOptimizer"] * 2

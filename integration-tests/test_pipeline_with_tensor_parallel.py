@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 import torch
 from tensor_trainings import STEPS, Record, compare, expected, text
+from torch import nn
 from tp_models import FEATURES, VOCABULARY, Layer, Net, fill, gradients_of, tp
 
 from bmt_core.comm.objects import all_gather_object
+from bmt_core.errors import ConfigError
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
 from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
-from bmt_tp import VPEmbedding
+from bmt_tp import ColumnParallelLinear, VPEmbedding
+from bmt_zero import BMTrainModelWrapper
 
 BATCH, DTYPE = 4, torch.float64
 
@@ -35,7 +38,7 @@ class Piped(PipelineModel):
         return embedded
 
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.table(hidden, projection=True)
+        logits: torch.Tensor = self.table(hidden, projection=True).transpose(0, 1)
         return logits
 
 
@@ -73,3 +76,32 @@ def test_stages_of_parallel_layers_train_as_the_dense_model(schedule: str | None
     wanted = expected(DTYPE, "sgd", BATCH)
     for found in run_ranks(trained, 4, schedule, init={"pipe_size": 2, "tp_size": 2, "timeout": 30}, timeout=100):
         compare(found, wanted, 1e-6)
+
+
+class Half(PipelineModel):
+    """Parallel layers on the first stage only, if anywhere."""
+
+    def __init__(self, is_split: bool) -> None:
+        super().__init__()
+        first = ColumnParallelLinear(FEATURES, FEATURES) if is_split else nn.Linear(FEATURES, FEATURES)
+        self.layers = PipelineTransformerBlockList([first, nn.Linear(FEATURES, FEATURES)])
+
+    def before_layers(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def wrapped(is_split: bool) -> str:
+    try:
+        return type(BMTrainModelWrapper(Half(is_split))).__name__
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_model_is_wrapped_if_one_stage_has_split_layers_and_refused_if_none_has() -> None:
+    init = {"pipe_size": 2, "tp_size": 2}
+    assert run_ranks(wrapped, 4, True, init=init) == ["Half"] * 4
+    for message in run_ranks(wrapped, 4, False, init=init):
+        assert message.startswith("The 2 ranks along 'tp' see the same data, and no parameter of Half is split")

@@ -379,6 +379,34 @@ def test_plugin_that_breaks_one_rank_only_stops_every_rank(distribution: Any) ->
     assert "Rank 1" in outcomes[0].error_message
 
 
+EXITS_IN_HOOK = """
+import os, sys
+from bmt_core.plugins.hookspecs import hookimpl
+@hookimpl
+def {signature}:
+    if os.environ["RANK"] == "1":
+        sys.exit({code})
+    return []
+"""
+
+
+@pytest.mark.parametrize("code", ["3", "0", ""])
+def test_plugin_that_exits_when_imported_is_named_on_every_rank(distribution: Any, code: str) -> None:
+    exits = distribution("bmt-exiting", f"import sys\nsys.exit({code})")
+    outcomes = outcomes_of_start(paths=[None, exits])
+    assert_same(outcomes, PluginError, "plugin 'bmt-exiting' (bmt-exiting 1.0) cannot be imported", "SystemExit")
+
+
+@pytest.mark.parametrize(
+    "signature", ["bmt_mesh_axes(config)", "bmt_kernel_providers()", "bmt_comm_backends()", "bmt_run_started(runtime)"]
+)
+def test_plugin_that_exits_in_a_hook_is_named_on_every_rank(distribution: Any, signature: str) -> None:
+    path = distribution("bmt-exiting", EXITS_IN_HOOK.format(signature=signature, code=3))
+    outcomes = outcomes_of_start(paths=[path, path])
+    hook = signature.partition("(")[0]
+    assert_same(outcomes, PluginError, f"plugin 'bmt-exiting' (bmt-exiting 1.0) failed in {hook}(): SystemExit: 3")
+
+
 def test_doubled_backend_is_one_error_on_every_rank(distribution: Any) -> None:
     path = distribution("other-recording", OTHER_RECORDING)
     outcomes = outcomes_of_start(paths=[path, path], comm_backend="recording")

@@ -13,13 +13,15 @@ SEEDS = {1: [12, 29, 34], 2: [12, 29, 34, *range(60, 67)], 4: [29, *range(70, 74
 
 # By number of ranks and tp_size, with parallel layers in several Blocks. That of 124 has found a mistake.
 PARALLEL = {(2, 2): [77, 124], (4, 2): [97], (4, 4): [76]}
+# Of ranks along tp that pass whole activations from layer to layer.
+WHOLE = {(2, 2): [3, 4], (4, 2): [5], (4, 4): [6]}
 CASES = [
     *[(size, 1, seed) for size, seeds in SEEDS.items() for seed in seeds],
     *[(size, tp, seed) for (size, tp), seeds in PARALLEL.items() for seed in seeds],
 ]
 
 # By number of ranks, pipe_size and tp_size, with layers on stages: lists and schedules, several pipelines, a step that fails.
-PIPELINED = {(2, 2, 1): [200, 201], (4, 2, 1): [11], (4, 2, 2): [50]}
+PIPELINED = {(2, 2, 1): [200, 201, 207, 217], (4, 2, 1): [11, 238], (4, 2, 2): [50]}
 
 # On GPUs by number of ranks, pipe_size and tp_size (None: drawn). Those of 340001 and 350003 have hung: see docs/benchmarks.md.
 ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2, None, 200)]
@@ -28,7 +30,18 @@ ON_GPUS = [(4, 2, 2, 340001), (4, None, 4, 350003), (4, 4, None, 330001), (2, 2,
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch's reentrant checkpoint
 @pytest.mark.parametrize(("world_size", "tp", "seed"), CASES)
 def test_a_random_training_equals_plain_torch(world_size: int, tp: int, seed: int, tmp_path: Path) -> None:
-    plan = draw(seed, tp, pp=1)
+    plan = draw(seed, tp, pp=1, whole=False)
+    assert differences(plan, world_size, str(tmp_path)) == [], plan
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("world_size", "tp", "seed"), [(*grid, seed) for grid, seeds in WHOLE.items() for seed in seeds]
+)
+def test_a_random_training_on_whole_activations_equals_plain_torch(
+    world_size: int, tp: int, seed: int, tmp_path: Path
+) -> None:
+    plan = draw(seed, tp, pp=1, whole=True)
     assert differences(plan, world_size, str(tmp_path)) == [], plan
 
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
     commands.add_parser("test", help="all checks and tests; further options go to pytest")
     commands.add_parser("lint", help="the checks without the tests")
-    commands.add_parser("wheels", help="build the wheels of all packages into dist/")
+    commands.add_parser("wheels", help="build the wheels of all packages into dist/, for GPUs of all generations")
     if sys.version_info < (3, 11):
         parser.error(f"bmt needs Python 3.11 or later, and this is {sys.version.split()[0]}.")
     options, rest = parser.parse_known_args(arguments)
@@ -104,15 +104,18 @@ def cpp_sources() -> list[Path]:
     return sorted(ROOT.glob("packages/*/csrc/**/*.*"))
 
 
-def environment() -> dict[str, str]:
-    """Return the environment for the tools: theirs is ``.venv``, whatever the user's shell has set up."""
+def environment(*, is_for_others: bool = False) -> dict[str, str]:
+    """Return the environment for the tools: theirs is ``.venv``, whatever the user's shell has set up.
+
+    ``is_for_others``: what is built will run on other machines too, so the CUDA module is compiled for all architectures.
+    """
     outside = {"PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "__PYVENV_LAUNCHER__"}
     outside.add("PYTHONDONTWRITEBYTECODE")  # each of the tests' many processes would compile what it imports
     inherited = {name: value for name, value in os.environ.items() if name not in outside}
     path = f"{VENV / 'bin'}{os.pathsep}{inherited.get('PATH', os.defpath)}"
     # Kept between builds, which then compile what has changed; safe because all of them use the same CMake and ninja.
-    building = {"SKBUILD_BUILD_DIR": "build/{wheel_tag}"}
-    if shutil.which("nvidia-smi") is None:
+    building = {"SKBUILD_BUILD_DIR": "build/wheels/{wheel_tag}" if is_for_others else "build/{wheel_tag}"}
+    if shutil.which("nvidia-smi") is None and not is_for_others:
         # No GPU to run the CUDA module on: that it compiles is shown by one architecture.
         building["BMT_CUDA_ARCHITECTURES"] = "90"
     return {**building, **inherited, "PATH": path, "PYTHONNOUSERSITE": "1", "VIRTUAL_ENV": str(VENV)}
@@ -182,10 +185,10 @@ def report(results: Sequence[tuple[str, int, float]]) -> int:
 
 
 def build_wheels(into: Path, directories: Sequence[Path]) -> int:
-    """Build the wheels of the packages in ``directories`` and return pip's exit status."""
+    """Build the wheels of the packages in ``directories``, for any machine of this platform, and return pip's exit status."""
     pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     command = [*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(into), *map(str, directories)]
-    status = subprocess.run(command, cwd=ROOT, env=environment()).returncode
+    status = subprocess.run(command, cwd=ROOT, env=environment(is_for_others=True)).returncode
     for wheel in sorted(into.glob("*.whl")):
         print(wheel.relative_to(ROOT) if wheel.is_relative_to(ROOT) else wheel)
     return status

@@ -35,6 +35,7 @@ SEAMS = {
     *(
         "gathered_as",
         "is_own",
+        "is_to_check",
         "layer_gradients",
         "layers_of_chunks",
         "layouts",

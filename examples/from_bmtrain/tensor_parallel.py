@@ -35,7 +35,7 @@ class FeedForward(bmt.DistributedModule):
 
 
 class Model(bmt.DistributedModule):
-    """Words (length / tp, batch) to the logits of this rank's part of the vocabulary, for all positions."""
+    """Words (batch, length / tp) to the logits of this rank's part of the vocabulary, for all positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(bmt.DistributedModule):
 def main(device: str | None = None, steps: int = 20) -> list[float]:
     """Train and return the losses. All ranks compute one loss together."""
     tp = int(os.environ.get("WORLD_SIZE", "1"))
-    bmt.init_distributed(seed=0, tp_size=tp, device=device)
+    bmt.init_distributed(seed=0, tp_size=tp, sequence_dim=1, device=device)
     model = Model()
     bmt.init_parameters(model)
     loss_of = bmt.loss.FusedCrossEntropy(parallel=True)
@@ -60,9 +60,9 @@ def main(device: str | None = None, steps: int = 20) -> list[float]:
     losses = []
     for step in range(steps):
         start = torch.randint(WORDS, (1, 4), generator=torch.Generator().manual_seed(step))  # one batch for all ranks
-        words = ((start + torch.arange(LENGTH + 1)[:, None]) % WORDS).to(bmt.current().device)
-        own_rows = words[:-1].chunk(tp)[bmt.config["tp_rank"]]
-        loss = loss_of(model(own_rows).flatten(0, 1), words[1:].t().flatten())
+        words = ((start.t() + torch.arange(LENGTH + 1)) % WORDS).to(bmt.current().device)
+        own_words = words[:, :-1].chunk(tp, dim=1)[bmt.config["tp_rank"]]
+        loss = loss_of(model(own_words).flatten(0, 1), words[:, 1:].flatten())
         manager.backward(loss)
         manager.step()
         manager.zero_grad()

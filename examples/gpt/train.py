@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None, *, callbacks: Sequence[Callback
         seed=options.seed,
         pipe_size=options.pipe,
         tp_size=options.tp,
+        sequence_dim=0,  # hidden states are (length / tp, batch, features)
         zero_level=options.zero_level,
         device=options.device,
         reduce_dtype=options.reduce_dtype,

@@ -70,7 +70,7 @@ class ParallelHead(Head):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Take (length / tp, batch, dim_model) to logits of the whole length and vocabulary / tp, in the order (batch, length)."""
         logits: torch.Tensor = self.logits(self.norm(hidden), projection=True)
-        return logits
+        return logits.transpose(0, 1)
 
 
 def parallel_unit(unit: nn.Module, size: Size, device: torch.device) -> nn.Module:

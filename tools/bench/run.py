@@ -34,9 +34,13 @@ def main(arguments: Sequence[str]) -> int:
         device=options.device,
         timeout=TIMEOUT_SECONDS,
         tp_size=options.tp,
+        sequence_dim=0,
         pipe_size=options.pp,
         check_calls=False,  # as in a training after its first 200 calls of each group
     )
+    if options.pp > 1:
+        # Toolkits without stages are measured in the same run, which is refused unless some layers lie on stages.
+        bmt.PipelineTransformerBlockList([torch.nn.Identity() for _ in range(options.pp)])
     try:
         records = measure_all(options, describe_run(arguments, bmt.current().device))
     finally:

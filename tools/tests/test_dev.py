@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_users_python_paths_do_not_reach_the_tools(monkeypatch: pytest.MonkeyPat
     environment = dev.environment()
     assert not {"PYTHONPATH", "PIP_USER", "PYTHONDONTWRITEBYTECODE"} & environment.keys()
     assert environment["PYTHONNOUSERSITE"] == "1"
+
+
+def test_wheels_have_the_cuda_module_for_all_architectures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("BMT_CUDA_ARCHITECTURES", raising=False)
+    monkeypatch.setattr("shutil.which", lambda program: None)  # a machine without a GPU
+    assert dev.environment()["BMT_CUDA_ARCHITECTURES"] == "90"
+    environments: list[dict[str, str]] = []
+
+    def run(command: object, *, cwd: object, env: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+        environments.append(env)
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr("subprocess.run", run)
+    assert dev.build_wheels(tmp_path, []) == 0
+    (environment,) = environments
+    assert "BMT_CUDA_ARCHITECTURES" not in environment
+    assert environment["SKBUILD_BUILD_DIR"] != dev.environment()["SKBUILD_BUILD_DIR"]
 
 
 def test_options_of_train_and_test_pass_through_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ class GPT(PipelineModel):
     def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits (batch, length, vocab_size / tp) of the token after each; of this rank's part of the vocabulary."""
         logits: torch.Tensor = self.input_embedding(self.layernorm(hidden), projection=True)
-        return logits
+        return logits.transpose(0, 1)
 
 
 def own_positions(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,16 @@ Install = Callable[..., None]
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Install distributions as pip would: module and metadata, each in a directory of its own on ``sys.path``, last one first."""
 
-    def install_one(distribution: str, code: str, *, plugin: str | None = None, version: str = "1.0") -> None:
+    def install_one(
+        distribution: str, code: str, *, plugin: str | None = None, version: str = "1.0", requires: Sequence[str] = ()
+    ) -> None:
         directory = tmp_path / distribution
         module = f"{distribution}_of_{tmp_path.name}".replace("-", "_")
         metadata = directory / f"{distribution.replace('-', '_')}-{version}.dist-info"
         metadata.mkdir(parents=True)
         (directory / f"{module}.py").write_text(textwrap.dedent(code))
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{needs}")
         (metadata / "entry_points.txt").write_text(f"[bmt]\n{plugin or distribution} = {module}\n")
         monkeypatch.syspath_prepend(str(directory))
 

@@ -256,6 +256,12 @@ def test_format_of_a_plugin_is_chosen_by_suffix(monkeypatch: pytest.MonkeyPatch)
     assert choose_format(Path("model.pt"), Shouting).name == "shouting"
 
 
+def test_a_misspelt_suffix_is_refused_with_the_right_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"\.safetensor files, .* Did you mean \.safetensors\?"):
+        bmt_core.save(nn.Linear(1, 1), tmp_path / "model.safetensor")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_suffix_claimed_twice_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PluginError, match=r"\.pt are claimed by .*torch.*claiming"):
         choose_among(Path("model.pt"), Claiming, monkeypatch=monkeypatch)
@@ -297,7 +303,7 @@ def saved_parts_while_updating() -> None:
         model = torch.nn.Module()
         model.weight = parameter
         local = LocalState.of_parts([part]) if of_state else LocalState.of_model(model)
-        (own,) = WholeState(local, "saving").own_parts()
+        (own,) = WholeState(local, "saving", [local.layout.summary]).own_parts()
         assert own.on_host().tolist() == [float(not of_state)] * 4
         assert not owner.is_updating
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 
 import click
 import pytest
@@ -45,7 +45,8 @@ from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.settings import MeshAxis
 @hookimpl
 def bmt_mesh_axes(config):
-    return [MeshAxis("expert", 2, 60)] + ([MeshAxis("tp", config.tp_size, 100)] if config.tp_size > 1 else [])
+    own = [MeshAxis("expert", 2, 60), MeshAxis("sp", config.axis_sizes.get("sp", 1), 70)]
+    return own + ([MeshAxis("tp", config.tp_size, 100)] if config.tp_size > 1 else [])
 """
 
 
@@ -114,6 +115,11 @@ def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:
     )
 
 
+def test_a_command_of_a_group_that_is_called_without_the_group_is_named(bmt: Bmt) -> None:
+    assert "No command is named 'inspect'" in (output := bmt("inspect", "model.pt").output)
+    assert "Did you mean 'bmt checkpoint inspect'?" in output
+
+
 def test_broken_plugin_is_hinted_at_where_its_command_is_missed(bmt: Bmt, install: Install) -> None:
     install("broken", "1 / 0")
     assert "Some plugins do not work: see bmt doctor." in bmt("greet", plugins=("broken",)).output
@@ -160,6 +166,33 @@ def test_doctor_survives_a_broken_plugin_and_fails(bmt: Bmt, install: Install) -
     assert result.exit_code == 1
     assert "No module named 'no_such_module_of_bmt'" in result.output
     assert "what to do" in result.output, "the rest of the report must be there"
+
+
+UNMET = {
+    "bmt-core>=99": f"needs bmt-core>=99, and bmt-core {version('bmt-core')} is installed",
+    "no-such-package-of-bmt": "needs no-such-package-of-bmt, which is not installed",
+    "bmt-core==": "its requirement 'bmt-core==' cannot be checked",
+}
+MET = [
+    "bmt-core>=0.0.1",
+    "torch",
+    'no-such-package-of-bmt; extra == "more"',
+    "no-such-package-of-bmt; python_version < '3'",
+]
+
+
+def test_doctor_compares_what_plugins_require_with_what_is_installed(
+    bmt: Bmt, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 1000)
+    install("content", COMMAND.replace("doctor", "other"), requires=MET)
+    assert bmt("doctor", plugins=("content",)).exit_code == 0
+    install("unhappy", AXES, requires=[*MET, *UNMET])
+    result = bmt("doctor", plugins=("content", "unhappy"))
+    assert result.exit_code == 1
+    (row,) = [row for row in rows_of(result.output) if row[0] == "unhappy"]
+    assert row[1] == "error" and "Install what it needs, or another version of it." in row[2]
+    assert all(text in row[2] for text in UNMET.values())
 
 
 @pytest.mark.parametrize(
@@ -294,6 +327,7 @@ def test_doctor_shows_the_axes_of_the_grid_and_who_asks_for_them(bmt: Bmt, insta
     assert found["dp"] == "the ranks that the other axes leave"
     assert found["expert"] == "in every run"
     assert found["tp"] == "asked for by tp_size"
+    assert found["sp"] == "asked for by axis_sizes"
     install("more-experts", AXES)
     result = bmt("doctor", plugins=("experts", "more-experts"))
     assert result.exit_code == 1

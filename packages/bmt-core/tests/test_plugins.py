@@ -20,6 +20,7 @@ from bmt_core.packages import PACKAGES
 from bmt_core.plugins import PluginInfo, Registry, hookspecs
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run.bmtrain_names import check_axes_are_provided
+from bmt_core.run.topology import check_axis_sizes
 from bmt_core.settings import MeshAxis, RunSettings
 
 HOOKS = [name for name in dir(hookspecs) if name.startswith("bmt_")]
@@ -325,6 +326,12 @@ def test_raising_hook_is_an_error_that_names_plugin_and_cause() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_interrupting_a_plugin_is_no_error_of_the_plugin(install: Install) -> None:
+    install("some-lion", "raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load_only("some-lion")
+
+
 def test_each_kind_is_asked_once() -> None:
     asked: list[int] = []
 
@@ -374,6 +381,46 @@ def test_axis_that_nobody_provides_names_the_package(settings: RunSettings, advi
     with pytest.raises(ConfigError, match=f"size=2 needs the axis.*{advice}.*bmt_mesh_axes"):
         check_axes_are_provided(settings, axes)
     check_axes_are_provided(RunSettings(), axes)
+
+
+class ExpertAxis:
+    """Adds an axis whose size the settings say, or one of a size of its own."""
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size
+
+    @hookimpl
+    def bmt_mesh_axes(self, config: RunSettings) -> list[MeshAxis]:
+        return [MeshAxis("ep", self.size or config.axis_sizes.get("ep", 1), 80)]
+
+
+def test_a_plugin_reads_the_size_of_its_axis_in_the_settings() -> None:
+    for sizes in ({"ep": 4}, {"ep": 1}, {}):
+        axes = registry_of(ExpertAxis()).mesh_axes(RunSettings(axis_sizes=sizes))
+        assert [axis.size for axis in axes] == [sizes.get("ep", 1)]
+        check_axis_sizes(sizes, axes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"sp": 2}, "the axis 'sp' of size 2, which no active plugin provides.*The axes of this run: dp, ep"),
+        ({"ep": 3}, "the axis 'ep' of size 3, and its plugin provides it in size 2"),
+        ({"dp": 2}, "The axis 'dp' takes the ranks that the others leave"),
+    ],
+)
+def test_sizes_of_axes_that_cannot_be_are_refused(sizes: dict[str, int], message: str) -> None:
+    axes = registry_of(ExpertAxis(2)).mesh_axes(RunSettings(axis_sizes=sizes))
+    with pytest.raises(ConfigError, match=message):
+        check_axis_sizes(sizes, axes)
+
+
+def test_the_sizes_of_tp_and_pp_are_arguments() -> None:
+    for name, argument in (("tp", "tp_size"), ("pp", "pipe_size")):
+        with pytest.raises(ConfigError, match=f"The size of the axis '{name}' is the argument {argument}"):
+            check_axes_are_provided(RunSettings(axis_sizes={name: 2}), [])
+    with pytest.raises(ConfigError, match=r"axis_sizes\['ep'\] must be a whole number, at least 1, not 0"):
+        RunSettings(axis_sizes={"ep": 0})
 
 
 @pytest.mark.parametrize("name", ["tp", "dp"])

@@ -141,6 +141,7 @@ BAD = [
     ({"zero_level": 9}, {}, "ConfigError", "zero_level must be one of"),
     ({"device": "tpu:0"}, {}, "RuntimeError", "tpu"),
     ({"device": "meta"}, {}, "ConfigError", "device must be cpu or cuda"),
+    ({"axis_sizes": {"ep": 2}}, {}, "ConfigError", "the axis 'ep' of size 2, which no active plugin provides"),
     ({"comm_backend": "torhc"}, {}, "PluginError", "Did you mean 'torch'"),
     ({}, {"BMT_COMM_BACKEND": "nothing"}, "PluginError", "nothing"),
     ({}, {"RANK": "9"}, "ConfigError", "RANK=9 is outside"),
@@ -168,6 +169,83 @@ def test_a_rank_that_cannot_start_is_named_on_all_others() -> None:
     assert first.error_type == second.error_type == "ConfigError"
     assert "Rank 1 failed to start: device must be cpu or cuda" in (first.error_message or "")
     assert (second.error_message or "").startswith("device must be cpu or cuda")
+
+
+def start_with_own(arguments: list[dict[str, Any]], env: list[dict[str, str]]) -> None:
+    rank = int(os.environ["RANK"])
+    os.environ.update(env[rank])
+    runtime.init_distributed(**{"device": "cpu", "timeout": 20, **arguments[rank]})
+
+
+@pytest.mark.parametrize(
+    ("second", "env", "difference"),
+    [
+        ({"seed": 1}, {}, "seed is 1 instead of 0"),
+        ({"zero_level": 2}, {}, "zero_level is 2 instead of 3"),
+        ({"num_micro_batches": 4}, {}, "num_micro_batches is 4 instead of None"),
+        ({"reduce_dtype": "fp32"}, {}, "reduce_dtype is fp32 instead of fp32-sum"),
+        ({"prefetch_bytes": 9}, {}, "prefetch_bytes is 9 instead of None"),
+        ({"gradients": "mean"}, {}, "gradients is mean instead of sum"),
+        ({"axis_sizes": {"ep": 2}}, {}, "axis_sizes is {'ep': 2} instead of {}"),
+        ({"check_calls": False}, {}, "check_calls is False instead of None"),
+        ({}, {"BMT_KERNELS": "reference"}, "BMT_KERNELS is 'reference' instead of ''"),
+        ({}, {"BMT_COMM_BACKEND": "nothing"}, "comm_backend is nothing instead of torch"),
+        ({"tp_size": 4, "pipe_size": 2}, {}, "pipe_size is 2 instead of 1; tp_size is 4 instead of 1"),
+    ],
+)
+def test_a_setting_of_one_rank_that_differs_is_named_on_every_rank_before_groups_connect(
+    second: dict[str, Any], env: dict[str, str], difference: str
+) -> None:
+    outcomes = rank_pool(4).outcomes(start_with_own, [{}, second, {}, {}], [{}, env, {}, {}], init=None, timeout=30)
+    for outcome in outcomes:
+        assert outcome.error_type == "ConfigError"
+        assert f"Rank 1 has other settings than rank 0: {difference}" in (outcome.error_message or "")
+
+
+class AxisOfTheEnvironment:
+    """Adds an axis whose size and order a rank's environment says."""
+
+    @hookimpl
+    def bmt_mesh_axes(self, config: RunSettings) -> list[MeshAxis]:
+        return [MeshAxis("mine", int(os.environ["SIZE"]), int(os.environ["ORDER"]))]
+
+
+def start_with_axis(sizes: list[int], orders: list[int]) -> None:
+    rank = int(os.environ["RANK"])
+    os.environ.update(SIZE=str(sizes[rank]), ORDER=str(orders[rank]))
+    runtime.init_distributed(device="cpu", timeout=20, plugins=[AxisOfTheEnvironment()])
+
+
+@pytest.mark.parametrize(("sizes", "orders"), [([2, 1], [7, 7]), ([2, 2], [7, 70])])
+def test_an_axis_that_differs_between_ranks_is_named_on_every_rank(sizes: list[int], orders: list[int]) -> None:
+    for outcome in rank_pool(2).outcomes(start_with_axis, sizes, orders, init=None, timeout=30):
+        assert outcome.error_type == "ConfigError"
+        expected, found = (repr(MeshAxis("mine", size, order)) for size, order in zip(sizes, orders, strict=True))
+        assert (outcome.error_message or "").startswith(
+            f"Rank 1 has other settings than rank 0: the axis 'mine' is {found} instead of {expected}."
+        )
+
+
+def start_with_torch(versions: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.version.__version__", versions[int(os.environ["RANK"])])
+        runtime.init_distributed(device="cpu", timeout=20)
+
+
+def test_another_version_of_torch_on_one_rank_is_named_on_every_rank() -> None:
+    for outcome in rank_pool(2).outcomes(start_with_torch, ["2.13.0", "2.12.1"], init=None, timeout=30):
+        assert outcome.error_type == "ConfigError"
+        assert "torch is 2.12.1 instead of 2.13.0" in (outcome.error_message or "")
+
+
+def test_ranks_may_have_timeouts_of_their_own() -> None:
+    run_ranks(start_with_own, 2, [{"timeout": 20}, {"timeout": 30}], [{}, {}], init=None)
+
+
+def test_a_bad_setting_of_one_rank_is_an_error_on_every_rank() -> None:
+    first, second = rank_pool(2).outcomes(start_with_own, [{}, {"tp_size": 0}], [{}, {}], init=None, timeout=30)
+    assert first.error_type == second.error_type == "ConfigError"
+    assert first.error_message == "Rank 1 failed to start: tp_size must be at least 1, not 0."
 
 
 def own_backend() -> str:

@@ -18,12 +18,12 @@ def looked_up_and_projected() -> None:
     weight = drawn(VOCABULARY, FEATURES, seed=1)
     ids = torch.randint(VOCABULARY, (LENGTH, BATCH), generator=torch.Generator().manual_seed(2))
     vectors, grad = drawn(LENGTH, BATCH, FEATURES, seed=3), drawn(LENGTH, BATCH, FEATURES, seed=4)
-    of_logits = drawn(BATCH, LENGTH, VOCABULARY, seed=5)
+    of_logits = drawn(LENGTH, BATCH, VOCABULARY, seed=5)
     dense = nn.Embedding(VOCABULARY, FEATURES, dtype=torch.float64)
     dense.load_state_dict({"weight": weight})
     input = vectors.clone().requires_grad_()
     expected = dense(ids)
-    logits = (input @ dense.weight.t()).transpose(0, 1)
+    logits = input @ dense.weight.t()
     torch.autograd.backward([expected, logits], [grad, of_logits])
     assert dense.weight.grad is not None and input.grad is not None
 

@@ -16,6 +16,7 @@ from bmt_core.run.collectives import all_reduce
 from bmt_core.testing import run_ranks
 from bmt_tp import Column, Head, PerPosition, Plan, Row, VocabularyEmbedding, Whole, parallelize
 from bmt_tp.plans.matching import match
+from bmt_tp.plans.styles import OWN_ROWS
 from bmt_tp.row_exchange import gather_input_rows
 from bmt_tp.tensor_group import tensor_group
 
@@ -91,11 +92,9 @@ def cut_by_plan() -> None:
     expected.backward()
     loss.backward()
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter, DistributedParameter)
         assert parameter.grad is not None and other.grad is not None
-        if isinstance(parameter, DistributedParameter) and parameter.local_axes:
-            grad = parameter.gather_all_like(parameter.grad)
-        else:  # of rows: the engine of Blocks would sum them
-            grad = all_reduce(parameter.grad, comm=tensor_group())
+        grad = parameter.gather_all_like(parameter.grad)
         torch.testing.assert_close(grad, other.grad, msg=lambda text, n=name: f"{n}: {text}")
     twin = copy.deepcopy(model)
     assert (
@@ -230,10 +229,11 @@ def test_tied_parameters_are_cut_alike() -> None:
         match(model, having(without="head", head=Whole()), 2)
 
 
-def test_what_computes_each_position_by_itself_stays_as_it_is() -> None:
+def test_what_computes_each_position_by_itself_has_gradients_of_its_positions() -> None:
     per_position = {"layers.*.up": PerPosition(), "layers.*.down": PerPosition()}
     claims = match(made(), replace(PLAN, parameters={**PLAN.parameters, **per_position}), 2).claims
-    assert claims["layers.1.up.weight"].place is None and claims["layers.1.down.bias"].place is None
+    assert claims["layers.1.up.weight"].place == claims["layers.1.down.bias"].place == OWN_ROWS
+    assert claims["layers.1.norm.weight"].place == OWN_ROWS  # without an entry
 
 
 def test_the_last_layer_may_be_the_last_module() -> None:

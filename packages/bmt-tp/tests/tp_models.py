@@ -84,7 +84,7 @@ class DenseEmbedding(nn.Embedding):
     """``nn.Embedding`` with the projection of :class:`VPEmbedding`."""
 
     def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight).transpose(0, 1) if projection else super().forward(x)
+        return nn.functional.linear(x, self.weight) if projection else super().forward(x)
 
 
 class Net(DistributedModule):
@@ -103,7 +103,7 @@ class Net(DistributedModule):
         x = self.table(ids)
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.table(x, projection=True)
+        logits: torch.Tensor = self.table(x, projection=True).transpose(0, 1)
         return logits
 
 

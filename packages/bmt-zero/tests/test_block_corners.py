@@ -266,6 +266,34 @@ def test_gradients_with_offsets_strides_and_expansions(level: int) -> None:
             torch.testing.assert_close(grads[name], parameter.grad)
 
 
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.used(x)
+        return y
+
+
+def unused_after_a_step() -> tuple[float, list[bool]]:
+    """What weight decay left of a parameter that its Block did not use; whether those of a Block not called have no gradient."""
+    called, not_called = Block(HalfUsed()), Block(HalfUsed())
+    before = called.unused.weight.gather().clone()
+    optimizer = torch.optim.AdamW([*called.parameters(), *not_called.parameters()], lr=0.1, weight_decay=0.5)
+    called(data(0)).sum().backward()
+    optimizer.step()
+    after = called.unused.weight.gather()
+    return float((after / before).mean()), [p.grad is None for p in not_called.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:AdamW takes a step with gradients that are sums")
+def test_weight_decay_reaches_what_a_called_block_did_not_use_as_the_readme_says() -> None:
+    for left, are_none in run_ranks(unused_after_a_step, 2):
+        assert left == pytest.approx(1 - 0.1 * 0.5)
+        assert all(are_none)
+
+
 class OnePerRank(nn.Module):
     """Which expert works depends on the rank, as with routed tokens."""
 

@@ -154,9 +154,12 @@ class OwnWrites(DistributedModule):
 
 
 def copies() -> tuple[list[str], list[str]]:
-    """What is said of writes to gathered copies, outside of calls and in forward."""
+    """What is said of writes to gathered copies of a trained model, outside of calls and in forward."""
     model = wrapped()
     head = model.head
+    with torch.no_grad():
+        head.weight[1] = 2.0  # takes effect before the first forward
+    model(torch.ones(2, 3)).sum().backward()
     value = dict(model.named_parameters())["head.weight"].gather().detach().clone()
     writes: list[Callable[[], Any]] = [
         lambda: nn.init.zeros_(head.weight),
@@ -174,7 +177,7 @@ def copies() -> tuple[list[str], list[str]]:
         lambda: [part.zero_() for part in head.weight.data.split(2)],
     ]
     texts = [error_of(write) for write in writes]
-    assert torch.equal(head.weight, value)
+    assert torch.equal(head.weight, value) and value[1].eq(2.0).all()
     # Reading is as with any tensor.
     read = head.weight
     (grad,) = torch.autograd.grad((read.t().sum(0) * 2).sum(), [read])
@@ -195,7 +198,7 @@ def copies() -> tuple[list[str], list[str]]:
 
 @needs_numpy
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_write_to_a_gathered_copy_raises(ranks: int) -> None:
+def test_a_write_to_a_gathered_copy_of_a_trained_model_raises(ranks: int) -> None:
     for texts, texts_of_forward in run_ranks(copies, ranks):
         assert len(texts) == 13 and all("gathered copy" in text for text in texts), texts
         wanted = [text for text in texts_of_forward if "wrote to" in text]

@@ -205,6 +205,12 @@ def test_unknown_name_gets_the_nearest_known_one() -> None:
     assert not hasattr(bmtrain, "qqq")
 
 
+def test_a_misspelt_name_is_answered_with_one_hint_in_the_traceback() -> None:
+    for line in ("bmtrain.Blok", "bmtrain.optim.OptimManger"):
+        result = python(f"import bmtrain; {line}")
+        assert result.returncode == 1 and result.stderr.count("Did you mean") == 1, result.stderr
+
+
 def test_importing_the_facade_imports_none_of_its_packages() -> None:
     result = python("import bmtrain, sys; print([name for name in sys.modules if name.startswith(('torch', 'bmt_'))])")
     assert (result.stdout, result.stderr) == ("[]\n", "")

@@ -23,6 +23,7 @@ from bmt_core.errors import (
 )
 from bmt_core.init.parameter_init import ParameterInitializer, init_parameters, iterate_parameters
 from bmt_core.modules.block_use import BlockUse, Scheduled
+from bmt_core.modules.declared_locality import set_locality
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.modules.whole_parameters import whole_parameters
@@ -93,6 +94,7 @@ __all__ = [
     "rank",
     "save",
     "save_checkpoint",
+    "set_locality",
     "shutdown",
     "sum_loss",
     "synchronize",

@@ -37,6 +37,16 @@ class CallError(RemoteError):
     """
 
 
+def cause_of(error: BaseException) -> str:
+    """Return the class and the first sentence of ``error``, for the error text that names it as the cause.
+
+    >>> cause_of(RuntimeError("failed finding central directory. This is an internal miniz error. If you ..."))
+    'RuntimeError: failed finding central directory'
+    """
+    sentence = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".,:")
+    return f"{type(error).__name__}: {sentence}" if sentence else type(error).__name__
+
+
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
     """Return the error text for an unknown ``name``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from bmt_core.errors import ConfigError
@@ -25,13 +25,17 @@ DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
-    ``pipe_size`` and ``tp_size`` are 1 by default; ``timeout`` is in seconds.
+    ``pipe_size`` and ``tp_size`` are 1 by default; ``axis_sizes`` has the sizes of other axes, by name, for the plugins that
+    provide them; ``timeout`` is in seconds. Ranks compare their settings at start, and must
+    have the same, except those in :data:`SETTINGS_OF_A_RANK`.
     """
 
     seed: int = 0
     pipe_size: int = 1
     num_micro_batches: int | None = None
     tp_size: int = 1
+    sequence_dim: int | None = None
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
     zero_level: int = DEFAULT_ZERO_LEVEL
     comm_backend: str | type[object] = DEFAULT_COMM_BACKEND
     device: str | torch.device | None = None
@@ -46,16 +50,47 @@ class RunSettings:
         for name in ("pipe_size", "tp_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name, size in self.axis_sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"axis_sizes[{name!r}] must be a whole number, at least 1, not {size!r}.")
         if self.num_micro_batches is not None and self.num_micro_batches < 1:
             raise ConfigError(f"num_micro_batches must be at least 1, not {self.num_micro_batches}.")
-        if self.timeout <= 0:
-            raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout}.")
+        if self.sequence_dim not in (None, 0, 1):
+            raise ConfigError(
+                f"sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not {self.sequence_dim!r}."
+            )
+        check_timeout(self.timeout)
         check_zero_level(self.zero_level)
         check_reduce_dtype(self.reduce_dtype)
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
             raise ConfigError(f"prefetch_bytes must be a number of bytes or None, not {self.prefetch_bytes}.")
         if self.gradients not in get_args(GradientsOfRanks):
             raise ConfigError(f"gradients must be one of {get_args(GradientsOfRanks)}, not {self.gradients!r}.")
+
+
+# A rank may have another device than the others if it is of the same type, which is compared when it is chosen.
+SETTINGS_OF_A_RANK = ("device", "timeout", "pin_cpu")
+"""The settings that ranks choose for themselves. With any other difference ranks would make other collectives, or begin with or
+train another model: they draw the parts of one model from one ``seed``, for example."""
+
+
+def common_settings(settings: RunSettings) -> dict[str, str]:
+    """Return the settings that must be the same on every rank, as texts by name.
+
+    >>> common_settings(RunSettings(tp_size=2))["tp_size"]
+    '2'
+    """
+    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    values["axis_sizes"] = dict(sorted(settings.axis_sizes.items()))
+    if not isinstance(settings.comm_backend, str):
+        values["comm_backend"] = getattr(settings.comm_backend, "name", settings.comm_backend)
+    return {name: str(value) for name, value in values.items() if name not in SETTINGS_OF_A_RANK}
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise :class:`ConfigError` unless ``timeout`` is a positive number of seconds."""
+    if timeout <= 0:
+        raise ConfigError(f"timeout must be a positive number of seconds, not {timeout}.")
 
 
 def check_zero_level(level: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.ops import REFERENCE, Kernels, choose_host_kernels
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
+from bmt_core.run.topology import DATA_AXIS
 
 
 def world() -> Group:
@@ -21,6 +23,19 @@ def world() -> Group:
 def gradient_divisor() -> int:
     """Return the number by which the run divides gradients that it has summed over ranks: 1 unless they are means."""
     return current().gradient_divisor if is_initialized() else 1
+
+
+def with_a_group(params: Any) -> Any:
+    """Return what an optimizer is made of: ``params``, or one empty group where a rank may have nothing to train.
+
+    torch refuses an empty list, and takes an empty group. Where all ranks have parts of all parameters an empty list is a mistake,
+    but a stage of a pipeline may have frozen layers only.
+    """
+    if isinstance(params, (torch.Tensor, dict)) or not is_initialized():
+        return params
+    listed = list(params)
+    has_stages = any(size > 1 for name, size in current().topology.sizes.items() if name != DATA_AXIS.name)
+    return listed if listed or not has_stages else [{"params": []}]
 
 
 def replicas(parameter: torch.nn.Parameter) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -78,6 +78,23 @@ class ManagedOptimizer(ABC):
         return f"has no {', '.join(missing)} but {', '.join(extra)}: it is another optimizer's"
 
 
+# What torch's optimizers call the tensors in their states that have the parameter's shape. Others are numbers, or of other shapes.
+_OF_THE_PARAMETERS_SHAPE = {
+    "acc_delta",
+    "ax",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_inf",
+    "grad_avg",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "prev",
+    "square_avg",
+    "step_size",
+    "sum",
+}
+
+
 def managed(optimizer: Any) -> ManagedOptimizer:
     """Return ``optimizer`` itself if it is a :class:`ManagedOptimizer`, otherwise an adapter for it.
 
@@ -96,6 +113,18 @@ def managed(optimizer: Any) -> ManagedOptimizer:
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return _StepReadsFlag(optimizer)
     return _PlainOptimizer(optimizer)
+
+
+def complaint_about_shapes(
+    keys: Iterable[str], shapes: Mapping[str, torch.Size | None], shape: torch.Size
+) -> str | None:
+    """Return which of ``keys`` is in ``shapes`` and has not the parameter's ``shape``, as a text; None if all have it."""
+    for key in keys:
+        found = shapes.get(key, shape)
+        if found is None or (found or (1,)) != (shape or (1,)):
+            what = "no tensor" if found is None else f"of shape {tuple(found)}"
+            return f"has {key} {what}, and the parameter here has {tuple(shape)}"
+    return None
 
 
 class _PlainOptimizer(ManagedOptimizer):
@@ -124,6 +153,17 @@ class _PlainOptimizer(ManagedOptimizer):
         self._optimizer.state.pop(p, None)
         if state:
             self._optimizer.state[p] = dict(state)
+
+    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+        if not type(self._optimizer).step.__module__.startswith("torch.optim."):
+            return None  # another library may keep other tensors under these names
+        # Older versions of SGD have a momentum_buffer None if there is no momentum.
+        keys = {
+            key
+            for key in _OF_THE_PARAMETERS_SHAPE & shapes.keys()
+            if shapes[key] is not None or key != "momentum_buffer"
+        }
+        return complaint_about_shapes(sorted(keys), shapes, shape)
 
 
 class _StepTakesScale(_PlainOptimizer):

@@ -34,6 +34,7 @@ from bmt_core.params.elementwise import check_elementwise
 from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
+from bmt_core.run.same_data import Occasions, check_same
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
 from bmt_optim.loss_scale import LossScale
@@ -51,8 +52,14 @@ from bmt_optim.state.logical_state import (
     scatter,
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
+from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
 
 NonFinite = Literal["skip", "raise", "ignore"]
+_SAME_LOSS = (
+    "These ranks compute one model on the same data. A term of the loss that is computed from a"
+    " rank's own rows, inside of split layers, must be averaged over these ranks first:"
+    " all_reduce(term, 'avg', comm=current().topology.group(axes)) is differentiable."
+)
 logger = logging.getLogger("bmt_optim")
 
 
@@ -108,6 +115,7 @@ class OptimManager:
         self._grad_scale = grad_scale
         self._managed: list[ManagedOptimizer] = []
         self._plain = PlainGradients()
+        self._loss_occasions = Occasions()
         # The flag of the last step, if nobody has read it, and the schedulers' steps before it.
         self._outcome: tuple[HostFlag, list[tuple[WarmupLRScheduler, int]]] | None = None
 
@@ -179,6 +187,7 @@ class OptimManager:
         self._plain.share_out(world(), gradient_divisor())
         if is_initialized():
             current().has_scaled_loss = True
+            self._compare_losses(loss)
         return loss * (self.loss_scale / self.grad_scale)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -264,16 +273,21 @@ class OptimManager:
         """Take over a state that :meth:`state_dict` returned, with or without ``gather_opt``. Collective.
 
         Of a gathered state, rank 0 alone needs the contents. Raises :class:`CheckpointError` on every rank, with nothing changed,
-        when the state does not fit: other numbers of optimizers, other shapes, or a rank's state at another world size.
+        when the state does not fit: no dict, other numbers of optimizers, other shapes, or a rank's state at another world size.
         """
         self.read_outcome()
-        is_gathered = "logical" in state_dict
-        with collective_section(world(), "OptimManager.load_state_dict"):
-            _check_keys(state_dict, "lr_schedulers", "logical" if is_gathered else "optimizers")
+        with collective_section(world(), "OptimManager.load_state_dict") as results, checking_form():
+            check_form(state_dict)
+            is_gathered = results.own = "logical" in state_dict
             self._check_schedulers(state_dict["lr_schedulers"])
             scale = self._scale.loaded(state_dict)
             if not is_gathered:
                 check_rank_state(self.optimizers, self._managed, state_dict)
+        if len(set(results.of_ranks)) > 1:  # the same on every rank
+            gathered = [rank for rank, has_gathered in enumerate(results.of_ranks) if has_gathered]
+            raise CheckpointError(
+                f"Ranks {gathered} of {world().size} pass a gathered state, and the others one rank's. Pass one kind on all ranks."
+            )
         # Only after every rank has found its state in order does any rank change.
         if is_gathered:
             load_logical_state(self._managed, state_dict["logical"], named_parameters)
@@ -307,7 +321,7 @@ class OptimManager:
         """Raise on every rank what :meth:`load_logical_state` would raise, and change nothing. Collective."""
         self.read_outcome()
         given = _on_all_ranks(state)
-        with collective_section(world(), "checking the optimizer state"):
+        with collective_section(world(), "checking the optimizer state"), checking_form():
             self._check_schedulers(given["lr_schedulers"])
             self._scale.loaded(given)
         check_logical_state(self._managed, given["logical"], named_parameters)
@@ -325,14 +339,23 @@ class OptimManager:
         expected = [scheduler is not None for scheduler in self.lr_schedulers]
         if found != expected:
             raise CheckpointError(
-                f"The state is of {len(found)} optimizers, {sum(found)} with a scheduler; this manager has {len(expected)},"
-                f" {sum(expected)} with a scheduler, or in another order. Add the same ones before loading."
+                f"The state is of {len(found)} optimizers, {sum(found)} with a scheduler; this"
+                f" manager has {len(expected)}, {sum(expected)} with a scheduler, or in another"
+                " order. Add the same ones before loading."
             )
         for scheduler, saved in zip(self.lr_schedulers, states, strict=True):
-            if isinstance(scheduler, WarmupLRScheduler) and not isinstance(saved.get("num_iter"), int):
+            num_iter = saved.get("num_iter") if isinstance(saved, Mapping) else None
+            if isinstance(scheduler, WarmupLRScheduler) and not isinstance(num_iter, int):
                 raise CheckpointError(
                     f"The state of a scheduler has no 'num_iter', which {type(scheduler).__name__} needs: another scheduler's."
                 )
+
+    def _compare_losses(self, loss: torch.Tensor) -> None:
+        """Compare ``loss`` among the ranks that must compute the same one, as occasions come. Collective over these ranks."""
+        run = current()
+        if run.same_loss_axes and self._loss_occasions.has_come():
+            group = run.topology.group(run.same_loss_axes)
+            check_same([("loss", loss)], group, tolerance=1e-6, what="loss", advice=_SAME_LOSS)
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -441,26 +464,8 @@ def _on_all_ranks(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _without_parameters(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    logical = state.get("logical")
-    is_whole = isinstance(logical, Mapping) and isinstance(logical.get("parameters"), Mapping)
-    if not is_whole or not _are_mappings(logical.get("groups")) or not isinstance(state.get("lr_schedulers"), list):  # type: ignore[union-attr]
-        raise CheckpointError("The optimizer state is damaged, or not one that OptimManager.logical_state() returned.")
-    return {**state, "logical": {**logical, "parameters": {}}}  # type: ignore[dict-item]
-
-
-def _are_mappings(groups: Any) -> bool:
-    """Whether ``groups`` is a list of lists of mappings: the options of each optimizer's parameter groups."""
-    if not isinstance(groups, list) or not all(isinstance(of_optimizer, list) for of_optimizer in groups):
-        return False
-    return all(isinstance(group, Mapping) for of_optimizer in groups for group in of_optimizer)
-
-
-def _check_keys(state: Mapping[str, Any], *keys: str) -> None:
-    missing = [key for key in keys if key not in state]
-    if missing:
-        raise CheckpointError(
-            f"The state has no {' and no '.join(map(repr, missing))}, so it is not one that OptimManager.state_dict() returned."
-        )
+    check_logical_form(state)
+    return {**state, "logical": {**state["logical"], "parameters": {}}}
 
 
 def _check_scheduler(scheduler: Any) -> None:
@@ -471,8 +476,9 @@ def _check_scheduler(scheduler: Any) -> None:
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         raise ConfigError(
-            f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which OptimManager.step() does not have. Add the optimizer"
-            f" without this scheduler, and call scheduler.step({', '.join(needed)}) yourself after manager.step()."
+            f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which OptimManager.step()"
+            " does not have. Add the optimizer without this scheduler, and call"
+            f" scheduler.step({', '.join(needed)}) yourself after manager.step()."
         )
 
 

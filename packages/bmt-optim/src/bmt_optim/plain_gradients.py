@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from bmt_core.comm.protocols import Group
+from bmt_core.params.gradient_comparison import GradientComparison
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.equal_values import check_equal_values
 
 # Elements per all-reduce: bounds the flat copy to 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24
@@ -25,10 +27,13 @@ class PlainGradients:
     either all ranks have it or none.
 
     Gradients that the program itself has reduced are equal on all ranks. If all gradients of the first sum are, rank 0 warns.
+    Values are compared when a parameter is first met: equal gradients keep parameters alike only if they begin alike.
     """
 
     def __init__(self) -> None:
         self._are_compared = False
+        self._comparison = GradientComparison()
+        self._known: dict[torch.nn.Parameter, None] = {}
         # The gradient objects, because a gradient that was assigned later is local again.
         self._summed: dict[torch.nn.Parameter, torch.Tensor] = {}
 
@@ -51,7 +56,12 @@ class PlainGradients:
         if group.size == 1 or not plain:
             return
         is_local = self._local_on_any_rank(plain, group)
+        self._compare_first_values(plain, group)
         unsummed = [p for p, summand in zip(plain, is_local, strict=True) if summand]
+        if unsummed:
+            self._comparison.check(
+                unsummed, lambda: [torch.zeros_like(p) if p.grad is None else p.grad for p in unsummed]
+            )
         # With divisor == group.size the result is the mean, which leaves gradients that are equal already as they are.
         if unsummed and not self._are_compared and divisor != group.size:
             self._are_compared = True
@@ -61,6 +71,23 @@ class PlainGradients:
         for p in unsummed:
             assert p.grad is not None
             self._summed[p] = p.grad
+
+    def _compare_first_values(self, plain: Sequence[torch.nn.Parameter], group: Group) -> None:
+        """Raise :class:`ConfigError` on all ranks if a parameter that was not met before has other values on one of them."""
+        new = [
+            (f"ordinary parameter {number} of shape {tuple(p.shape)}", p)
+            for number, p in enumerate(plain)
+            if p not in self._known
+        ]
+        if new:
+            check_equal_values(
+                new,
+                group,
+                "Its copies would stay different, and a file would have one of them. Ranks that have layers of their own, as stages"
+                " have, draw other random numbers: make such parameters (adapters of a head, for one) before the layers are divided"
+                " among ranks, or send them to all ranks: parameter.data.copy_(bmt.distributed.broadcast(parameter.data, 0)).",
+            )
+            self._known |= dict.fromkeys(plain)
 
     def _local_on_any_rank(self, plain: Sequence[torch.nn.Parameter], group: Group) -> list[int]:
         # The table is on the host, so that no device has to wait.

@@ -14,6 +14,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
 from bmt_core.run.runtime import current
 from bmt_pipeline.failures import Failure, begin_step, told_failure
+from bmt_pipeline.payload import first_difference
 from bmt_pipeline.wait_errors import waiting_for_all
 
 _OF_EACH = 3  # each stage sends this many numbers: digests of ``alike`` and ``own``, and whether it has failed
@@ -33,9 +34,11 @@ def agreed_key(group: Group, alike: str, own: str, problem: Exception | None = N
     if any(number != first for number in told[::_OF_EACH]):
         texts = all_gather_object(alike, group)
         other = next(stage for stage, text in enumerate(texts) if text != texts[0])
+        one, another = first_difference(texts[0], texts[other])
         raise ConfigError(
-            "All ranks of a pipeline must take a step with arguments of the same shapes and the same settings, but rank"
-            f" {group.ranks[0]} passes {texts[0]}, rank {group.ranks[other]} {texts[other]}. Pad the batches to one shape."
+            "All ranks of a pipeline must take a step with arguments of the same shapes, the same other values and the same"
+            f" settings, but rank {group.ranks[0]} has {one}, and rank {group.ranks[other]} {another}. Pad the batches to one"
+            " shape, and pass values that differ between ranks as tensors."
         )
     return tuple(told)
 

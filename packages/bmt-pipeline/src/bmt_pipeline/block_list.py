@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.modules.block_use import Scheduled, make_block
-from bmt_core.modules.layer_list import LayerList
+from bmt_core.modules.block_use import Scheduled, is_in_scheduled_step, make_block
+from bmt_core.modules.layer_list import ChangesLayout, LayerList
+from bmt_core.modules.outermost_call import is_call_under_way
 from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.params.parameter_holders import own_axes
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key
 from bmt_pipeline.batch_rows import move_rows
+from bmt_pipeline.empty_stages import note_layers_on_stages
 from bmt_pipeline.layer_split import split_layers
 from bmt_pipeline.payload import Layout
 from bmt_pipeline.pipeline_ranks import AXIS, num_stages, own_stage, pipeline_group
@@ -31,6 +33,7 @@ from bmt_pipeline.whole_batch import Arguments, BatchShape, WholeBatch
 Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function without arguments that makes one."""
 
+_STEPS_TO_CHECK = 3  # more than one, because many trainings begin with a step on zeros
 _KEPT_LAYOUTS = 256  # a bound for lists whose arguments differ at every call, so that memory does not grow
 
 
@@ -48,10 +51,12 @@ class PipelineTransformerBlockList(LayerList):
     Parameters are named by the layer's number in the whole list, so files fit any grid. ``num_hidden``: the number of leading
     arguments that pass from layer to layer, see :class:`TransformerBlockList`.
 
-    ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models). ``costs``, one number per layer in
-    any unit, divides the layers so that the most expensive part costs as little as possible; otherwise the first parts have one
-    layer more. ``chunks`` and ``placement`` divide the list into ``pipe_size * chunks`` parts, for schedules with several parts per
-    stage: see :func:`train_step`.
+    ``batch_dim`` is the dim of the batch in the hidden states (1 for sequence-first models), or a pair if it is another one in what
+    the list returns. The default is 0, or for layers that ``bmt_tp.parallelize`` has split what their plan says.
+    ``batch_related``: that of all calls that do not give it, as those of a :class:`PipelineModel`; see :meth:`forward`. ``costs``,
+    one number per layer in any unit, divides the layers so that the most expensive part costs as little as possible; otherwise
+    the first parts have one layer more. ``chunks`` and ``placement`` divide the list into ``pipe_size * chunks`` parts, for
+    schedules with several parts per stage: see :func:`train_step`.
 
     Making it is collective if parameters of a module were sharded before. Raises :class:`ConfigError` for fewer layers than
     parts, and for layers on different stages that share parameters. With ``pipe_size`` 1 it is the ordinary list.
@@ -62,24 +67,30 @@ class PipelineTransformerBlockList(LayerList):
         modules: Iterable[Layer],
         num_hidden: int = 1,
         *,
-        batch_dim: int = 0,
+        batch_dim: int | tuple[int, int] | None = None,
+        batch_related: Sequence[int | str] | None = None,
         costs: Sequence[float] | None = None,
         chunks: int = 1,
         placement: str | Placement = Placement.LOOP,
     ) -> None:
         super().__init__(num_hidden)
         members = list(modules)
-        self.batch_dim = batch_dim
+        self.batch_dims = _batch_dims(batch_dim, members)
+        self.batch_related = batch_related
         self.chunks = chunks
         self.placement = Placement(placement)
         self.stages, self.stage_id, self.pipe_idx = num_stages(), own_stage(), current().topology.pipe_idx
         self._total = len(members)
         self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
         self._layouts: dict[tuple[object, ...], Layouts] = {}
+        self._steps = 0
         self._transfers: dict[tuple[tuple[int, int], ...], Transfers] = {}
+        note_layers_on_stages()
         stages = [self.get_stage_by_layer_id(layer) for layer in range(len(members))]
         for index, layer in _own_layers(members, stages, self.stage_id):
             self.add_module(str(index), layer)
+            if self.stages > 1:
+                layer.register_forward_pre_hook(_refuse_call_without_list)
 
     @property
     def layer_ids(self) -> list[int]:
@@ -90,17 +101,35 @@ class PipelineTransformerBlockList(LayerList):
         """Return the number of layers of all stages; iteration goes over those of this stage."""
         return self._total
 
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Iterate over the layers of this stage. :class:`ConfigError` where a model needs all: see :meth:`__getitem__`."""
+        self._refuse_in_step()
+        return super().__iter__()
+
     def __getitem__(self, index: Any) -> Any:
-        """Return layers by their number in the whole list; IndexError for one of another stage."""
+        """Return layers by their number in the whole list; IndexError for one of another stage.
+
+        Raises :class:`ConfigError` in the forward of a model of bmt and in a step, which need the layers of all stages.
+        """
+        self._refuse_in_step()
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._total))]
         number = range(self._total)[int(index)]
         if str(number) not in self._modules:
             raise IndexError(
                 f"Layer {number} lies on stage {self.get_stage_by_layer_id(number)}, and this rank has stage {self.stage_id}, with"
-                f" the layers {self.layer_ids}. Index only these, or iterate over the list."
+                f" the layers {self.layer_ids}. Index only these."
             )
         return self._modules[str(number)]
+
+    def _refuse_in_step(self) -> None:
+        if self.stages > 1 and is_call_under_way():
+            raise ConfigError(
+                f"This list has the layers of {self.stages} stages, and those of stage {self.stage_id}, {self.layer_ids}, are not"
+                " enough to compute a model or its loss. Call the list instead of looping over it or indexing it. What layers"
+                " compute besides, such as an auxiliary loss, must be among their hidden states: return it as an output of the"
+                " layer, with num_hidden=2 and one value per row of the batch."
+            )
 
     def get_range_by_stage_id(self, stage_id: int) -> list[int]:
         """Return the numbers of the layers of a stage."""
@@ -118,7 +147,7 @@ class PipelineTransformerBlockList(LayerList):
     def layers_of_chunks(self) -> list[list[nn.Module]]:
         """Return this stage's layers, by chunk."""
         parts = [self.placement.part_of(self.stage_id, chunk, self.stages) for chunk in range(self.chunks)]
-        return [[self[layer] for layer in self._split[part]] for part in parts]
+        return [[self.get_submodule(str(layer)) for layer in self._split[part]] for part in parts]
 
     def transfers(self, schedule: Schedule) -> Transfers:
         """Return the :class:`Transfers` of ``schedule``. Collective over the pipeline at the first call with new edges."""
@@ -126,6 +155,11 @@ class PipelineTransformerBlockList(LayerList):
         if edges not in self._transfers:
             self._transfers[edges] = Transfers(edges)
         return self._transfers[edges]
+
+    def _is_to_check(self, key: tuple[object, ...]) -> bool:
+        """Whether a step with this ``key``, which is counted, is one of the first, or its layouts are new: alike on all stages."""
+        self._steps += 1
+        return self._steps <= _STEPS_TO_CHECK or key not in self._layouts
 
     @contextmanager
     def layouts(self, key: tuple[object, ...]) -> Iterator[Layouts]:
@@ -139,15 +173,16 @@ class PipelineTransformerBlockList(LayerList):
     def forward(
         self,
         *args: Any,
-        batch_related: Sequence[int] = (),
+        batch_related: Sequence[int | str] | None = None,
         return_hidden_states: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Run all layers on this rank's batch. Collective over the pipeline; all its ranks pass tensors of the same shapes.
 
         Returns what :meth:`TransformerBlockList.forward` returns. Further tensors whose dim 0 is the batch are divided into
-        micro-batches too; any other tensor is passed whole with the rows of its rank. ``batch_related`` names the positional
-        arguments after the hidden states whose dim 0 is the batch, if sizes alone would mislead.
+        micro-batches too; any other tensor is passed whole with the rows of its rank. If sizes alone would mislead,
+        ``batch_related`` says which arguments after the hidden states have the batch as dim 0, all others have not: positional ones
+        by their number, counted from 0, keyword arguments by name. An empty list means none of them.
 
         Raises :class:`ConfigError` on all ranks if the batch cannot be divided into micro-batches or ranks pass different shapes.
         If a stage fails, it raises its error, and the others :class:`RemoteError` with its traceback.
@@ -160,8 +195,10 @@ class PipelineTransformerBlockList(LayerList):
         text = ""
         try:
             arguments = Arguments(*self.split_arguments(args), kwargs)
-            shape = BatchShape.of(arguments, self.stages, micro_batches, self.batch_dim, batch_related or None)
-            text = f"{Layout(arguments).text()} {shape} {torch.is_grad_enabled()} {return_hidden_states}"
+            related = self.batch_related if batch_related is None else batch_related
+            shape = BatchShape.of(arguments, self.stages, micro_batches, self.batch_dims[0], related)
+            self._check_states(return_hidden_states)
+            text = f"{Layout(arguments, 'arguments').text}\n{shape}\nreturn_hidden_states={return_hidden_states}, {grad_mode()}"
         except Exception as error:
             problem = error
         key = agreed_key(group, text, what_needs_gradients(self), problem)
@@ -169,14 +206,26 @@ class PipelineTransformerBlockList(LayerList):
         last = schedule.parts - 1
         parts = [
             LayersOfStage(
-                layers, is_last=schedule.part_of(self.stage_id, chunk) == last, keeps_states=return_hidden_states
+                layers,
+                batch_dims=self.batch_dims,
+                is_first=schedule.part_of(self.stage_id, chunk) == 0,
+                is_last=schedule.part_of(self.stage_id, chunk) == last,
+                keeps_states=return_hidden_states,
             )
             for chunk, layers in enumerate(self.layers_of_chunks())
         ]
         batch = WholeBatch(arguments, shape, group)
         with self.layouts(key) as layouts:
-            made = PipelinedCall(schedule, parts, batch, self.transfers(schedule), layouts).run(torch.is_grad_enabled())
+            call = PipelinedCall(schedule, parts, batch, self.batch_dims[1], self.transfers(schedule), layouts)
+            made = call.run(torch.is_grad_enabled())
         return self._own_results(made, schedule, shape.rows)
+
+    def _check_states(self, returns_states: bool) -> None:
+        if returns_states and self.batch_dims[0] != self.batch_dims[1]:
+            raise ConfigError(
+                f"return_hidden_states stacks the inputs of all layers, and here the batch is dim {self.batch_dims[0]} of some and"
+                f" dim {self.batch_dims[1]} of others. Return what is needed of them from the layers, with num_hidden=2."
+            )
 
     def _own_results(self, made: list[torch.Tensor], schedule: Schedule, rows: int) -> Any:
         """Return the results for this rank's batch. Before, each stage has some of the results for the batches of all ranks."""
@@ -184,7 +233,8 @@ class PipelineTransformerBlockList(LayerList):
         sent = [rows if self.stage_id == source else 0] * self.stages
         received = [rows if stage == source else 0 for stage in range(self.stages)]
         count = self.num_hidden
-        hidden = [move_rows(x, sent, received, group).movedim(0, self.batch_dim).contiguous() for x in made[:count]]
+        dim = self.batch_dims[1]
+        hidden = [move_rows(x, sent, received, group).movedim(0, dim).contiguous() for x in made[:count]]
         lengths = [self.get_part_len_by_stage_id(stage) for stage in range(self.stages)]
         order = [layer for stage in range(self.stages) for layer in self.get_range_by_stage_id(stage)]
         for x in made[count:]:
@@ -193,7 +243,7 @@ class PipelineTransformerBlockList(LayerList):
             state = torch.unflatten(moved, 0, (self._total, rows))
             if order != sorted(order):
                 state = state[torch.tensor(order, device=state.device).argsort()]
-            hidden.append(state.movedim(1, self.batch_dim + 1).contiguous())
+            hidden.append(state.movedim(1, dim + 1).contiguous())
         return hidden[0] if len(hidden) == 1 else tuple(hidden)
 
 
@@ -204,11 +254,34 @@ def edges_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple((source, other) for source in stages for other in stages if schedule.sends(source, other))
 
 
+def grad_mode() -> str:
+    """Return a text that says whether a call records gradients."""
+    return "with gradients" if torch.is_grad_enabled() else "without gradients"
+
+
 def what_needs_gradients(module: nn.Module) -> str:
     """Return a text of the conditions, besides input shapes, that determine the layout of the outputs of ``module``."""
     device = current().device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return f"{cast} {[parameter.requires_grad for parameter in module.parameters()]}"
+
+
+def _batch_dims(declared: int | tuple[int, int] | None, members: Sequence[Layer]) -> tuple[int, int]:
+    """Return the dims of the batch in the hidden states that go into the list ``members`` and in those that come out."""
+    if isinstance(declared, tuple):
+        return declared
+    if declared is not None:
+        return declared, declared
+    ends = [member._bmt_batch_dims if isinstance(member, ChangesLayout) else (0, 0) for member in members]
+    return (ends[0][0], ends[-1][1]) if ends else (0, 0)
+
+
+def _refuse_call_without_list(layer: nn.Module, args: tuple[Any, ...]) -> None:
+    if not is_in_scheduled_step():
+        raise ConfigError(
+            f"This {type(layer).__name__} is a layer of a PipelineTransformerBlockList on several stages, and was called without"
+            " the list, whose other stages it would leave out. Call the list instead of looping over its layers."
+        )
 
 
 def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> Iterable[tuple[int, nn.Module]]:

@@ -8,6 +8,7 @@ from typing import Any
 from bmt_core.errors import ConfigError
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_pipeline.block_list import PipelineTransformerBlockList
+from bmt_pipeline.payload import as_tuple
 
 
 class PipelineModel(DistributedModule):
@@ -53,8 +54,3 @@ class PipelineModel(DistributedModule):
                 f"A PipelineModel must hold exactly one PipelineTransformerBlockList, but {type(self).__name__} holds {len(found)}."
             )
         return found[0]
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return ``value`` if it is a tuple, else ``(value,)``."""
-    return value if isinstance(value, tuple) else (value,)

@@ -13,6 +13,12 @@ def pipeline_group() -> Group:
     return current().topology.group((AXIS,))
 
 
+def group_of_pipelines() -> Group:
+    """Return the group of the ranks with this rank's stage in the pipelines that see different data."""
+    topology = current().topology
+    return topology.group(name for name in topology.sizes if name not in (AXIS, *topology.same_data_axes))
+
+
 def num_stages() -> int:
     """Number of stages; 1 without ``pipe_size``."""
     return current().topology.axis_size(AXIS)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from bmt_core.comm.objects import broadcast_object
-from bmt_core.modules.layer_list import States, run_layers
+from bmt_core.errors import ConfigError
+from bmt_core.modules.layer_list import ChangesLayout, States, run_layers
 from bmt_core.nested import tensors_in
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.runtime import current
@@ -31,21 +32,47 @@ from bmt_pipeline.whole_batch import Arguments, WholeBatch
 class LayersOfStage:
     """A part of the list. Its output is the hidden states and, unless it is the last part, all other arguments."""
 
-    def __init__(self, layers: Sequence[nn.Module], *, is_last: bool, keeps_states: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        batch_dims: tuple[int, int],
+        is_first: bool,
+        is_last: bool,
+        keeps_states: bool,
+    ) -> None:
         self.blocks = layers
         self.states: dict[int, list[torch.Tensor]] = {}
         """The stacked inputs of the layers by micro-batch, one tensor per hidden state."""
         self.state_gradients: dict[int, list[torch.Tensor]] = {}
+        self._batch_dims = batch_dims
+        self._is_first = is_first
         self._is_last = is_last
         self._keeps_states = keeps_states
 
     def forward(self, micro_batch: int, inputs: Arguments) -> Any:
         """See :class:`bmt_pipeline.stage_runner.Part`."""
         states: States | None = [] if self._keeps_states else None
+        self._check_dims_of_plan()
         hidden = run_layers(self.blocks, inputs.hidden, inputs.rest, inputs.kwargs, states)
         if states is not None:
             self.states[micro_batch] = [torch.stack(of_hidden) for of_hidden in zip(*states, strict=True)]
         return hidden if self._is_last else Arguments(hidden, inputs.rest, inputs.kwargs)
+
+    def _check_dims_of_plan(self) -> None:
+        """Raise :class:`ConfigError` if the first or the last layer knows that the batch is another dim than the list says."""
+        first, last = self.blocks[0], self.blocks[-1]
+        into, out = self._batch_dims
+        if self._is_first and isinstance(first, ChangesLayout):
+            into = first._bmt_batch_dims[0]
+        if self._is_last and isinstance(last, ChangesLayout):
+            out = last._bmt_batch_dims[1]
+        wanted = into, out
+        if wanted != self._batch_dims:
+            raise ConfigError(
+                f"This PipelineTransformerBlockList takes dims {self._batch_dims} of the hidden states that go in and come out for"
+                f" the batch, and by the tensor-parallel plan of its layers it is dims {wanted}. Make it with batch_dim={wanted}."
+            )
 
     def kept(self, micro_batch: int) -> list[torch.Tensor]:
         return [state for state in self.states.get(micro_batch, ()) if state.requires_grad]
@@ -61,9 +88,9 @@ class BatchEnds:
     Separate from :class:`PipelinedCall` to avoid a reference cycle with the runner, which only garbage collection would free.
     """
 
-    def __init__(self, batch: WholeBatch) -> None:
+    def __init__(self, batch: WholeBatch, output_dim: int) -> None:
         self.batch = batch
-        self.batch_dim = batch.shape.batch_dims[0] or 0  # of the hidden states
+        self._output_dim = output_dim
         self.outputs: dict[int, Any] = {}
         self.given: list[torch.Tensor] = []
         """The gradients of the outputs of the whole batch."""
@@ -77,12 +104,20 @@ class BatchEnds:
         return arguments
 
     def take_output(self, micro_batch: int, output: Any) -> None:
+        rows, dim = self.batch.shape.rows_of_micro_batch, self._output_dim
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(output)]
+        if any(len(shape) <= dim or shape[dim] != rows for shape in shapes):
+            raise ConfigError(
+                f"The last layer returned hidden states of shapes {shapes}, whose dim {dim} should be the {rows} rows of a"
+                " micro-batch. If the batch is another dim there, make the PipelineTransformerBlockList with batch_dim=(dim of the"
+                " batch in what goes in, dim of the batch in what comes out)."
+            )
         self.outputs[micro_batch] = output
 
     def output_gradients(self, micro_batch: int) -> list[torch.Tensor]:
         rows = self.batch.rows_of(micro_batch)
         outputs = tensors_in(self.outputs.pop(micro_batch))
-        dim = self.batch_dim
+        dim = self._output_dim
         pairs = zip(outputs, self.given, strict=True)
         return [grad[rows].movedim(0, dim) for output, grad in pairs if output.requires_grad]
 
@@ -104,21 +139,25 @@ class BatchEnds:
 
 
 class PipelinedCall:
-    """One call of the list with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline."""
+    """One call of the list with ``batch``, in which this rank's stage computes ``parts``. Collective over the pipeline.
+
+    ``output_dim``: the dim of the batch in the hidden states after the last layer.
+    """
 
     def __init__(
         self,
         schedule: Schedule,
         parts: Sequence[LayersOfStage],
         batch: WholeBatch,
+        output_dim: int,
         transfers: Transfers,
         layouts: Layouts,
     ) -> None:
         self._schedule = schedule
         self._parts = parts
         self._batch = batch
-        self._ends = BatchEnds(batch)
-        self._batch_dim = self._ends.batch_dim
+        self._ends = BatchEnds(batch, output_dim)
+        self._output_dim = output_dim
         self._group = pipeline_group()
         self._is_last = own_stage() == schedule.place_of(schedule.parts - 1)[0]
         self._layouts = layouts
@@ -151,7 +190,7 @@ class PipelinedCall:
                 self._layouts[parts] = broadcast_object(self._layouts.get(parts), self._group, source)
         layout = self._layouts[parts]
         assert layout is not None
-        made = [self._joined(index, like.movedim(self._batch_dim, 0)) for index, like in enumerate(layout.tensors())]
+        made = [self._joined(index, like.movedim(self._output_dim, 0)) for index, like in enumerate(layout.tensors())]
         return made + self._joined_states()
 
     def run_backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -173,11 +212,11 @@ class PipelinedCall:
         if not self._is_last:
             return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=current().device)
         outputs = [tensors_in(self._ends.outputs[number])[index] for number in range(self._schedule.micro_batches)]
-        return torch.cat([output.detach().movedim(self._batch_dim, 0) for output in outputs])
+        return torch.cat([output.detach().movedim(self._output_dim, 0) for output in outputs])
 
     def _joined_states(self) -> list[torch.Tensor]:
         """Return, per hidden state, rows of (rank, layer of this stage, row of the rank)."""
-        shape, dim = self._batch.shape, self._batch_dim
+        shape, dim = self._batch.shape, self._output_dim
         by_part = [
             [
                 torch.cat([s.detach().movedim(dim + 1, 1) for s in of_hidden], 1)
@@ -190,7 +229,7 @@ class PipelinedCall:
         return [torch.unflatten(s, 1, (shape.ranks, shape.rows)).transpose(0, 1).flatten(0, 2) for s in joined]
 
     def _divide_state_gradients(self, grads: Sequence[torch.Tensor]) -> None:
-        shape, dim = self._batch.shape, self._batch_dim
+        shape, dim = self._batch.shape, self._output_dim
         lengths = [len(part.blocks) for part in self._parts]
         sizes = (shape.ranks, sum(lengths), shape.rows)
         by_layer = [torch.unflatten(grad, 0, sizes).transpose(0, 1).flatten(1, 2) for grad in grads]

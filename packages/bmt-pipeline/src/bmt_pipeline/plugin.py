@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import click
 
 from bmt_core.plugins.hookspecs import hookimpl
+from bmt_core.run.runtime import Runtime
 from bmt_core.settings import MeshAxis, RunSettings
 from bmt_pipeline.cli import pipeline_plan
+from bmt_pipeline.empty_stages import check_for_layers_on_stages
 from bmt_pipeline.pipeline_ranks import AXIS
 
 
@@ -22,3 +24,10 @@ def bmt_mesh_axes(config: RunSettings) -> Sequence[MeshAxis]:
 def bmt_cli_commands() -> Sequence[click.Command]:
     """Add ``bmt pipeline-plan``."""
     return [pipeline_plan]
+
+
+@hookimpl
+def bmt_run_started(runtime: Runtime) -> None:
+    """Look for layers on the stages when a model is called."""
+    if runtime.topology.axis_size(AXIS) > 1:
+        runtime.call_observers.append(check_for_layers_on_stages)

@@ -31,7 +31,7 @@ from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import failure_text
 from bmt_pipeline.block_uses import block_uses
 from bmt_pipeline.failures import step_transfers, tell_failure
-from bmt_pipeline.payload import Layout
+from bmt_pipeline.payload import Layout, first_difference
 from bmt_pipeline.schedules import Action, Content, Kind, Output, Schedule
 from bmt_pipeline.transfers import Arriving, Transfers
 
@@ -100,6 +100,11 @@ class StageRunner:
         self._ends = ends
         self._transfers = transfers
         self._layouts = layouts
+        # See [Note: the first step goes through host memory] in bmt_pipeline.transfers.
+        self._through_host = not layouts
+        for told in [part for part, layout in layouts.items() if layout is not None and layout.has_plain_values]:
+            # Numbers and other values may change from step to step, on a stage alone. So they are told in every step.
+            del layouts[told]
         self._untold = {part + 1 for part in range(schedule.parts - 1) if part + 1 not in layouts}
         self._uses = [block_uses(schedule.orders[stage], chunk) for chunk in range(schedule.chunks)]
         others = [other for other in range(schedule.stages) if other != stage]
@@ -163,14 +168,16 @@ class StageRunner:
         _set_use(chunk.blocks, self._uses[action.chunk][action.micro_batch])
         with self._batch_parts.forward(part, action.micro_batch):
             output = chunk.forward(action.micro_batch, inputs)
-        layout = Layout(output)
+        layout = Layout(output, "output")
         if part + 1 in self._untold:
             layout.check_can_be_sent()
-        if self._layouts.setdefault(part + 1, layout) != layout:
+        before = self._layouts.setdefault(part + 1, layout)
+        if before is not None and before != layout:
+            found, wanted = first_difference(layout.text, before.text)
             raise ValueError(
-                f"Part {part} of the model returned {layout}, but {self._layouts[part + 1]} for another micro-batch of the same"
-                " shapes. A part must return the same shapes, dtypes and other values for every micro-batch: pad tensors to one"
-                " shape, and pass numbers that change as tensors."
+                f"Part {part} of the model returned {found}, but {wanted} for another micro-batch of the same shapes. A part"
+                " must return the same shapes and dtypes for every micro-batch, and other values must be those of the step's"
+                " first: pad tensors to one shape, and pass numbers that change as tensors."
             )
         if part == self._schedule.parts - 1:
             self._ends.take_output(action.micro_batch, output)
@@ -260,14 +267,14 @@ class StageRunner:
                 self._arriving[coming] = None
                 continue
             like = layout.tensors() if coming.content is Content.ACTIVATION else layout.differentiable()
-            self._arriving[coming] = self._transfers.receive(like, source)
+            self._arriving[coming] = self._transfers.receive(like, source, through_host=self._through_host)
 
     def _hand_over(self, made: Output, tensors: list[torch.Tensor]) -> None:
         destination = self._destination(made)
         if destination == self._stage:
             self._here[made] = [tensor.detach() for tensor in tensors]
         else:
-            self._transfers.send(tensors, destination)
+            self._transfers.send(tensors, destination, through_host=self._through_host)
 
     def _destination(self, made: Output) -> int:
         destination = self._schedule.destination_of(made)

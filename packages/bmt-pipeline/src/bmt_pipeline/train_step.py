@@ -1,4 +1,7 @@
-"""``train_step``: one step of a pipeline with the loss inside, so that backwards begin before all forwards are over."""
+"""``train_step`` and ``eval_step``: one step of a pipeline with the loss inside.
+
+So backwards begin before all forwards are over, and no output of the whole batch is kept.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,23 @@ import torch
 from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import Scheduled
 from bmt_core.modules.layer_list import run_layers
-from bmt_core.modules.outermost_call import gather_as_leaves, module_call
-from bmt_core.nested import map_tensors, tensors_in
+from bmt_core.modules.outermost_call import gather_as_leaves, gather_once, module_call
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key, raise_together
 from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
-from bmt_pipeline.payload import Layout
-from bmt_pipeline.pipeline_model import PipelineModel, as_tuple
-from bmt_pipeline.pipeline_ranks import pipeline_group
-from bmt_pipeline.schedules import Schedule, make_schedule
+from bmt_pipeline.payload import as_tuple, shapes_in
+from bmt_pipeline.pipeline_model import PipelineModel
+from bmt_pipeline.pipeline_ranks import group_of_pipelines, pipeline_group
+from bmt_pipeline.schedules import Kind, Schedule, make_schedule
+from bmt_pipeline.schedules.gpipe import gpipe
 from bmt_pipeline.stage_runner import Layouts, StageRunner
+from bmt_pipeline.step_batch import BatchDims, StepBatch
 from bmt_pipeline.whole_batch import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Count = Callable[[Any], torch.Tensor | int]
 
 
 class ScalesLoss(Protocol):
@@ -37,19 +42,34 @@ class ScalesLoss(Protocol):
 def train_step(
     model: PipelineModel,
     loss_fn: Loss,
-    batch: tuple[Any, Any],
+    batch: tuple[Any, Any] | None,
     schedule: str | Schedule = "1f1b",
     num_micro_batches: int | None = None,
     *,
     manager: ScalesLoss | None = None,
+    count_fn: Count | None = None,
+    batch_dim: int | tuple[int, int] | None = None,
+    batch_related: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run forward and backward of one batch through the stages by ``schedule``. Return the batch's mean loss, on every rank.
+    """Run forward and backward of one batch through the stages by ``schedule``. Return the mean loss, on every rank.
 
     ``batch`` is (inputs, targets), one batch per pipeline. Only the first stage reads the inputs, and only the stage of the last
     layer the targets; other ranks may pass the same batch or None. Inputs, a tensor or a tuple, go to ``model.before_layers``.
-    Inputs and targets are divided along dim 0 into ``num_micro_batches`` (default: that of :func:`init_distributed`, else the
-    number of stages). ``loss_fn(output, targets)`` returns the mean loss of a micro-batch; the loss of the batch is the mean of
-    these.
+    Inputs and targets are divided along ``batch_dim`` (default 0; a pair for inputs and targets) into ``num_micro_batches``
+    (default: that of :func:`init_distributed`, else the number of stages). ``batch_related``: the numbers of the inputs that have
+    the batch (default: all); micro-batches get the other inputs whole. ``loss_fn(output, targets)`` returns the mean loss of a
+    micro-batch; the loss of the batch is the mean of these.
+
+    That is another loss than the mean over tokens if micro-batches have different numbers of tokens that count. For the latter give
+    ``count_fn``, and let ``loss_fn`` return the sum of the tokens' losses::
+
+        def loss_fn(logits, targets):
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+
+        loss = train_step(model, loss_fn, batch, count_fn=lambda targets: (targets != -100).sum(), manager=optim_manager)
+
+    The loss is then the sum over all micro-batches of all pipelines, divided by ``count_fn`` of all their targets, and so are its
+    gradients. Counts are made of targets because the division must be known before the first backward.
 
     ``schedule`` is ``"1f1b"``, ``"gpipe"``, ``"zero-bubble"`` (it computes weight gradients when a stage would wait), or a
     :class:`Schedule`. For a list of layers made with ``chunks=2`` or more it may be ``"interleaved"``; with
@@ -64,104 +84,186 @@ def train_step(
         loss = train_step(model, loss_fn, (ids, targets), "1f1b", num_micro_batches=8, manager=optim_manager)
         optim_manager.step()
 
+    Under ``torch.no_grad()`` it is :func:`eval_step`, whatever the schedule.
+
     Collective over all ranks. Raises :class:`ConfigError` on all ranks of a pipeline if the batch cannot be divided or the schedule
-    is not defined for these sizes. If a stage fails, that stage raises its error and the others :class:`RemoteError` with its
-    traceback.
+    is not defined for these sizes, or if its ranks pass different batches, which is looked for in the first steps and in those with
+    new shapes. If a stage fails, that stage raises its error and the others :class:`RemoteError` with its traceback.
     """
-    if not isinstance(model, PipelineModel):
-        raise TypeError(
-            f"train_step runs a PipelineModel, not {type(model).__name__}. Derive the model from PipelineModel, and define"
-            " before_layers and after_layers."
-        )
+    dims = BatchDims(batch_dim=batch_dim, batch_related=batch_related)
+    layers = _layers_of(model, "train_step")
+    made = make_schedule(schedule, layers.stages, _count(layers, num_micro_batches), layers.chunks)
+    _check_placement(made, layers)
+    if not torch.is_grad_enabled():
+        return _evaluated(model, layers, loss_fn, count_fn, batch, num_micro_batches, dims)
     if manager is not None:
         # Only the last stage has losses to scale, but scaling also prepares the gradients that every rank has.
         manager.scale_loss(torch.zeros(()))
+    return _run(_Step(model, layers, loss_fn, count_fn, made, manager), batch, dims)
+
+
+def eval_step(
+    model: PipelineModel,
+    loss_fn: Loss,
+    batch: tuple[Any, Any] | None,
+    num_micro_batches: int | None = None,
+    *,
+    count_fn: Count | None = None,
+    batch_dim: int | tuple[int, int] | None = None,
+    batch_related: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Run forward of one batch through the stages. Return the mean loss, on every rank; no gradient changes.
+
+    The arguments are those of :func:`train_step`, and so are the errors. Call ``model.eval()`` before, as for any model::
+
+        losses = [eval_step(model, loss_fn, batch, num_micro_batches=8) for batch in validation_batches]
+    """
+    dims = BatchDims(batch_dim=batch_dim, batch_related=batch_related)
+    layers = _layers_of(model, "eval_step")
+    return _evaluated(model, layers, loss_fn, count_fn, batch, num_micro_batches, dims)
+
+
+@torch.no_grad()
+def _evaluated(
+    model: PipelineModel,
+    layers: PipelineTransformerBlockList,
+    loss_fn: Loss,
+    count_fn: Count | None,
+    batch: Any,
+    num_micro_batches: int | None,
+    dims: BatchDims,
+) -> torch.Tensor:
+    # Without backwards there is one order of a stage's actions that waits for nothing in vain: that of GPipe's forwards.
+    schedule = gpipe(layers.stages, _count(layers, num_micro_batches), layers.chunks, placement=layers.placement)
+    return _run(_Step(model, layers, loss_fn, count_fn, schedule, None), batch, dims)
+
+
+def _layers_of(model: PipelineModel, step: str) -> PipelineTransformerBlockList:
+    if not isinstance(model, PipelineModel):
+        raise TypeError(
+            f"{step} runs a PipelineModel, not {type(model).__name__}. Derive the model from PipelineModel, and define"
+            " before_layers and after_layers."
+        )
     layers = model.pipelined_layers()
-    count = num_micro_batches or current().settings.num_micro_batches or layers.stages
-    made = make_schedule(schedule, layers.stages, count, layers.chunks)
-    _check_placement(made, layers)
     _check_blocks(model, layers)
-    group = pipeline_group()
+    return layers
+
+
+def _count(layers: PipelineTransformerBlockList, num_micro_batches: int | None) -> int:
+    return num_micro_batches or current().settings.num_micro_batches or layers.stages
+
+
+def _run(step: _Step, batch: Any, dims: BatchDims) -> torch.Tensor:
+    """Agree on the step with all stages, and run it. Collective."""
+    group, layers, schedule = pipeline_group(), step.layers, step.schedule
     problem: Exception | None = None
     text = ""
     try:
-        step = _Step(model, layers, loss_fn, batch, made, manager)
-        text = step.text
+        step.divide(batch, dims)
+        text = step.batch.text()
     except Exception as error:
         problem = error
-    settings = f"train_step with {made.name}, num_micro_batches={count}"
-    key = agreed_key(group, settings, f"{text} {what_needs_gradients(model)}", problem)
-    with module_call(model), torch.enable_grad(), layers.layouts(key) as layouts:
+    name = f"train_step with {schedule.name}" if torch.is_grad_enabled() else "eval_step"
+    settings = f"{name}, num_micro_batches={schedule.micro_batches}" + (", count_fn" if step.counts else "")
+    key = agreed_key(group, settings, f"{text} {what_needs_gradients(step.model)}", problem)
+    if layers._is_to_check(key):
+        step.batch.check_is_same_on_all_stages(group, step.last_stage)
+    with module_call(step.model), layers.layouts(key) as layouts:
         return step.run(layouts)
 
 
 class _Step:
     """One step on this rank's stage; gives the first part its inputs and takes the losses."""
 
+    batch: StepBatch
+
     def __init__(
         self,
         model: PipelineModel,
         layers: PipelineTransformerBlockList,
         loss_fn: Loss,
-        batch: tuple[Any, Any],
+        count_fn: Count | None,
         schedule: Schedule,
         manager: ScalesLoss | None,
     ) -> None:
+        self.model = model
+        self.layers = layers
+        self.schedule = schedule
+        self.last_stage = schedule.place_of(schedule.parts - 1)[0]
         self.losses: dict[int, torch.Tensor] = {}
-        self._model = model
-        self._layers = layers
+        self.counts = count_fn is not None
         self._loss_fn = loss_fn
-        self._schedule = schedule
+        self._count_fn = count_fn
+        self._count: torch.Tensor | None = None  # of all pipelines
+        self._loss: torch.Tensor | None = None  # the mean, on the last stage
         self._manager = manager
-        stage, last = layers.stage_id, schedule.place_of(schedule.parts - 1)[0]
-        count = schedule.micro_batches
-        self._inputs = _micro_batches(as_tuple(batch[0]), count, "inputs") if stage == 0 else []
-        self._targets = _micro_batches(batch[1], count, "targets") if stage == last else []
-        self.text = " ".join(Layout(part[0]).text() for part in (self._inputs, self._targets) if part)
+        self._trains = torch.is_grad_enabled()
+
+    def divide(self, batch: Any, dims: BatchDims) -> None:
+        """Divide what this stage reads of ``batch`` into micro-batches."""
+        stage, count = self.layers.stage_id, self.schedule.micro_batches
+        is_last = stage == self.last_stage
+        self.batch = StepBatch(batch, dims, count, reads_inputs=stage == 0, reads_targets=is_last)
 
     def run(self, layouts: Layouts) -> torch.Tensor:
         """Run the schedule; return the mean loss."""
-        layers, schedule, group = self._layers, self._schedule, pipeline_group()
-        outside = [p for p in self._model.parameters() if isinstance(p, DistributedParameter) and not p._in_block]
-        pairs = gather_as_leaves(outside)
+        layers, schedule, group = self.layers, self.schedule, pipeline_group()
+        outside = [p for p in self.model.parameters() if isinstance(p, DistributedParameter) and not p._in_block]
+        pairs = gather_as_leaves(outside) if self._trains else [(whole := gather_once(p), whole) for p in outside]
         sums = [_GradientSum(leaf) for whole, leaf in pairs if whole.requires_grad]
         parts = [
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
             for chunk, blocks in enumerate(layers.layers_of_chunks())
         ]
         runner = StageRunner(schedule, layers.stage_id, parts, self, layers.transfers(schedule), layouts)
-        runner.run(schedule.orders[layers.stage_id])
+        order = schedule.orders[layers.stage_id]
+        runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])
         runner.end()
         raise_together(group, runner.error, runner.has_failed)
         trained = [whole for whole, _ in pairs if whole.requires_grad]
         if trained:
             # Collective: ranks whose stage has not used a parameter take part too.
             torch.autograd.backward(trained, [sum_.rounded(whole) for whole, sum_ in zip(trained, sums, strict=True)])
-        return self._mean_loss()
+        return self._loss_of_last_stage()
 
     def compute(self, part: int, blocks: Sequence[torch.nn.Module], micro_batch: int, inputs: Any) -> Any:
         """Run one part of the model: its layers, and ``before_layers`` or ``after_layers`` in the first or last part."""
         if part == 0:
-            called = self._layers.split_arguments(as_tuple(self._model.before_layers(*inputs)))
+            called = self.layers.split_arguments(as_tuple(self.model.before_layers(*inputs)))
             inputs = Arguments(*called, {})
+            if micro_batch == 0:
+                self.batch.check_rows(inputs.hidden[0], self.layers.batch_dims[0])
         hidden = run_layers(blocks, inputs.hidden, inputs.rest, inputs.kwargs)
-        if part < self._schedule.parts - 1:
+        if part < self.schedule.parts - 1:
             return Arguments(hidden, inputs.rest, inputs.kwargs)
-        loss = self._loss_fn(self._model.after_layers(*hidden), self._targets[micro_batch])
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
-            found = Layout(loss) if isinstance(loss, torch.Tensor) else repr(loss)
+        loss = self._loss_fn(self.model.after_layers(*hidden), self.batch.targets[micro_batch])
+        return self._take_loss(loss, micro_batch)
+
+    def _take_loss(self, loss: Any, micro_batch: int) -> torch.Tensor:
+        """Note the loss of a micro-batch, and return its share of the loss whose gradients are made."""
+        if not isinstance(loss, torch.Tensor) or loss.dim() or (self._trains and not loss.requires_grad):
+            found = shapes_in(loss) if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise ValueError(
-                f"loss_fn must return a scalar tensor that requires gradients, not {found}."
-                " Return the mean loss of a micro-batch."
+                f"loss_fn must return a scalar tensor that requires gradients, not {found}. Return the mean loss of a"
+                " micro-batch, or the sum of its losses, and give count_fn to train_step."
             )
+        if self._count_fn is None:
+            # The mean over micro-batches, times the number of stages, as if every rank of the pipeline computed it.
+            share: float | torch.Tensor = self.schedule.stages / self.schedule.micro_batches
+        else:
+            loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+            if self._count is None:
+                self._count = self._counted(self._count_fn)
+            # The part of the mean over all tokens, times the number of data ranks, as if each of them computed that mean.
+            share = (current().topology.data_size / self._count).to(loss.dtype)
         self.losses[micro_batch] = loss.detach()
-        # The batch's loss is the mean over micro-batches, times the number of stages, as if every rank of the pipeline computed it.
-        scaled = loss if self._manager is None else self._manager.scale_loss(loss)
-        return scaled * (self._schedule.stages / self._schedule.micro_batches)
+        if len(self.losses) == self.schedule.micro_batches:
+            self._loss = self._mean_loss()
+        return (loss if self._manager is None else self._manager.scale_loss(loss)) * share
 
     def inputs(self, micro_batch: int) -> Any:
         """See :class:`bmt_pipeline.stage_runner.Ends`."""
-        return self._inputs[micro_batch]
+        return self.batch.inputs[micro_batch]
 
     def take_output(self, micro_batch: int, output: Any) -> None:
         pass
@@ -172,12 +274,29 @@ class _Step:
     def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         pass
 
+    def _counted(self, count_fn: Count) -> torch.Tensor:
+        """Return ``count_fn`` of the targets of all pipelines. Collective over the last stages, as the gathers of their Blocks."""
+        count = torch.as_tensor(count_fn(self.batch.all_targets), dtype=torch.float64, device=current().device)
+        if count.dim():
+            raise ValueError(f"count_fn must return a number or a 0-dim tensor, not {shapes_in(count)}.")
+        count = count.clone()
+        group_of_pipelines().all_reduce(count).wait()
+        return count
+
     def _mean_loss(self) -> torch.Tensor:
-        group, device = pipeline_group(), current().device
-        own = [self.losses[number].float() for number in sorted(self.losses)]
-        mean = torch.stack(own).mean() if own else torch.zeros((), device=device)
-        group.broadcast(mean, self._schedule.place_of(self._schedule.parts - 1)[0]).wait()
-        return mean
+        """Return the mean of :attr:`losses`: of this pipeline, or with counts of all. Collective then, as :meth:`_counted`."""
+        losses = torch.stack([self.losses[number].float() for number in sorted(self.losses)])
+        if self._count is None:
+            return losses.mean()
+        total = losses.sum()
+        group_of_pipelines().all_reduce(total).wait()
+        return (total / self._count).to(total.dtype)
+
+    def _loss_of_last_stage(self) -> torch.Tensor:
+        group = pipeline_group()
+        loss = torch.zeros((), device=current().device) if self._loss is None else self._loss
+        group.broadcast(loss, self.last_stage).wait()
+        return loss
 
 
 class _GradientSum:
@@ -218,29 +337,6 @@ class _Part:
         return []
 
 
-def _micro_batches(value: Any, count: int, what: str) -> list[Any]:
-    """Divide every tensor in ``value`` along dim 0."""
-    tensors = tensors_in(value)
-    if not tensors:
-        raise ConfigError(f"This stage needs the {what} of the batch, and got none: pass (inputs, targets).")
-    rows = tensors[0].shape[0] if tensors[0].dim() else 0
-    if any(tensor.dim() == 0 or tensor.shape[0] != rows for tensor in tensors):
-        raise ConfigError(
-            f"All tensors in the {what} must have the batch as dim 0, with the same size, but these are {Layout(value)}."
-        )
-    if rows == 0 or rows % count:
-        raise ConfigError(
-            f"The {what} have {rows} rows, which cannot be divided into num_micro_batches={count} equal parts."
-            " Change the batch or num_micro_batches."
-        )
-    divided = [iter(tensor.detach().chunk(count)) for tensor in tensors]
-    made = []
-    for _ in range(count):
-        parts = iter([next(of_tensor) for of_tensor in divided])
-        made.append(map_tensors(lambda _, parts=parts: next(parts), value))  # type: ignore[misc]
-    return made
-
-
 def _check_placement(schedule: Schedule, layers: PipelineTransformerBlockList) -> None:
     if schedule.placement is not layers.placement and schedule.chunks > 1:
         raise ConfigError(
@@ -256,6 +352,6 @@ def _check_blocks(model: PipelineModel, layers: PipelineTransformerBlockList) ->
     ]
     if found and layers.stages > 1:
         raise ConfigError(
-            "train_step runs before_layers on the first stage only and after_layers on the last stage only, but"
+            "A step runs before_layers on the first stage only and after_layers on the last stage only, but"
             f" {', '.join(found)} is a Block, which all ranks must run together. Use a DistributedModule there."
         )

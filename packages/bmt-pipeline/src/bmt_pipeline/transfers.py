@@ -1,9 +1,20 @@
 """``Transfers``: sends tensors from stage to stage while stages compute.
 
-[Note: one lane per edge] A stage sends to a neighbour over a directed edge. No two edges at one stage use the same lane (a stream
-with a communicator). Over an edge, sender and receiver use the same order, in which the sender computes; both know it from the
-schedule. So no transfer waits for a transfer over another edge, and two stages cannot block each other. Edges without a common
-stage may share a lane: two lanes, or three for an odd number of stages, serve each direction.
+[Note: one lane per edge] A stage sends to a neighbour over a directed edge. No two edges at one
+stage use the same lane (a stream with a communicator). Over an edge, sender and receiver use the
+same order, in which the sender computes; both know it from the schedule. So no transfer waits for a
+transfer over another edge, and two stages cannot block each other. Edges without a common stage may
+share a lane: two lanes, or three for an odd number of stages, serve each direction.
+
+[Note: the first step goes through host memory] CUDA loads a kernel when it is first launched, and
+the launch then waits until the kernels that run have ended (measured for torch's kernels, products
+of new sizes, and compiled code; CUDA_MODULE_LOADING=EAGER spares only the first of these). NCCL's
+send and receive are kernels that run until the neighbour takes part. So two neighbours that each
+launch a new kernel while a transfer waits for the other would wait for ever. Kernels are new in a
+step with new shapes. In such a step tensors travel through host memory, by the group's transfers on
+the CPU, and no kernel waits for another stage. Collectives do not have this problem: all their
+ranks launch the same operations in the same order, so the rank that is furthest behind always finds
+its partners' operations launched.
 """
 
 from __future__ import annotations
@@ -25,12 +36,13 @@ class Arriving(NamedTuple):
     """Tensors that are being received, and the marks after which they may be read."""
 
     tensors: list[torch.Tensor]
-    marks: list[Mark]
+    marks: list[Mark | Work]
     source: int
 
 
 class Transfers:
-    """Sends to and receives from the neighbours of this rank's stage. ``edges``: all edges of the schedule, on every stage.
+    """Sends to and receives from the neighbours of this rank's stage. ``edges``: all edges of the
+    schedule, on every stage.
 
     Making it is collective over the pipeline.
     """
@@ -53,7 +65,8 @@ class Transfers:
     def send_layout(self, layout: Any, destination: int) -> None:
         """Start to send the layout of the tensors that follow to the stage ``destination``.
 
-        This does not wait for that stage, which may itself be waiting for this stage to receive other tensors.
+        This does not wait for that stage, which may itself be waiting for this stage to receive
+        other tensors.
         """
         with waiting_for([destination], f"to take what stage {self._stage} sends"):
             self._sent.append((SentObject(layout, self._group, destination), None, destination))
@@ -63,8 +76,17 @@ class Transfers:
         with waiting_for([source], f"to send to stage {self._stage}"):
             return recv_object(self._group, source)
 
-    def send(self, tensors: Sequence[torch.Tensor], destination: int) -> None:
-        """Start to send ``tensors``, after all work that is queued on the computation's stream."""
+    def send(self, tensors: Sequence[torch.Tensor], destination: int, *, through_host: bool = False) -> None:
+        """Start to send ``tensors``, after all work that is queued on the computation's stream.
+
+        ``through_host``: see [Note: the first step goes through host memory]. The receiver must say
+        the same.
+        """
+        if through_host:
+            for tensor in tensors:
+                on_host = tensor.detach().contiguous().cpu()
+                self._sent.append((self._group.send(on_host, destination), on_host, destination))
+            return
         self._sent = [sent for sent in self._sent if not _has_arrived(sent[0])]
         lane, group = self._lane((self._stage, destination))
         lane.after(lane.here())
@@ -73,10 +95,16 @@ class Transfers:
             mark = lane.run(lambda tensor=tensor: group.exchange([(tensor, destination)], []))  # type: ignore[misc]
             self._sent.append((mark, tensor, destination))
 
-    def receive(self, like: Sequence[torch.Tensor], source: int) -> Arriving:
-        """Start to receive tensors of the shapes and dtypes of ``like``, which must not be used before :meth:`wait`."""
+    def receive(self, like: Sequence[torch.Tensor], source: int, *, through_host: bool = False) -> Arriving:
+        """Start to receive tensors of the shapes and dtypes of ``like``, which must not be used
+        before :meth:`wait`.
+        """
+        if through_host:
+            on_host = [torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in like]
+            return Arriving(on_host, [self._group.recv(t, source) for t in on_host], source)
         lane, group = self._lane((source, self._stage))
-        # The allocator may give memory that the computation's queued work still uses, so the lane starts after that work.
+        # The allocator may give memory that the computation's queued work still uses, so the lane
+        # starts after that work.
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in like]
         lane.after(lane.here())
         marks = [lane.run(lambda t=t: group.exchange([], [(t, source)])) for t in tensors]  # type: ignore[misc]
@@ -87,7 +115,7 @@ class Transfers:
         with waiting_for([arriving.source], f"to send to stage {self._stage}"):
             for mark in arriving.marks:
                 mark.wait()
-        return arriving.tensors
+        return [tensor.to(self._device) for tensor in arriving.tensors]
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -97,7 +125,9 @@ class Transfers:
                 mark.wait()
 
     def _connect(self, edge: tuple[int, int]) -> None:
-        """Make a first transfer over ``edge`` now: NCCL's first one between two ranks blocks each host until both take part."""
+        """Make a first transfer over ``edge`` now: NCCL's first one between two ranks blocks each
+        host until both take part.
+        """
         if self._stage in edge:
             lane, group = self._lane(edge)
             source, destination = edge
@@ -113,7 +143,9 @@ class Transfers:
 
 
 def _has_arrived(mark: Mark | Work) -> bool:
-    """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. On the CPU this is never known."""
+    """Whether the send before ``mark`` is known to be over, so that its tensor may be freed. On the
+    CPU this is never known.
+    """
     return isinstance(mark, torch.cuda.Event) and bool(mark.query())  # type: ignore[no-untyped-call]  # torch does not annotate it
 
 

@@ -35,7 +35,7 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def of(
-        cls, arguments: Arguments, ranks: int, micro_batches: int, batch_dim: int, related: Collection[int] | None
+        cls, arguments: Arguments, ranks: int, micro_batches: int, batch_dim: int, related: Collection[int | str] | None
     ) -> BatchShape:
         """Return the shape of ``arguments``. For ``batch_dim`` and ``related`` see :class:`PipelineTransformerBlockList`."""
         first = arguments.hidden[0]
@@ -51,16 +51,7 @@ class BatchShape(NamedTuple):
                 f"All hidden states must have the batch as dim {batch_dim}, with {rows} rows as the first one has; shapes are"
                 f" {[tuple(tensor.shape) for tensor in tensors_in(arguments.hidden)]}. Set num_hidden and batch_dim to fit."
             )
-        for index, argument in enumerate(arguments.rest):
-            for tensor in tensors_in(argument):
-                is_of_batch = _has_rows(tensor, rows) if related is None else index in related
-                if is_of_batch and not _has_rows(tensor, rows):
-                    raise ConfigError(
-                        f"batch_related names argument {index} after the hidden states, whose shape is {tuple(tensor.shape)}:"
-                        f" its dim 0 must be the batch, which has {rows} rows."
-                    )
-                dims.append(0 if is_of_batch else None)
-        dims += [0 if _has_rows(tensor, rows) else None for tensor in tensors_in(arguments.kwargs)]
+        dims += _dims_of_others(arguments, rows, related)
         if rows * ranks % micro_batches:
             raise ConfigError(
                 f"The {ranks} ranks of a pipeline pass {rows} rows each, {rows * ranks} together, which cannot be divided into"
@@ -120,6 +111,29 @@ class WholeBatch:
                 f" of pipe_size={self.shape.ranks}, or give the argument the batch as dim 0."
             )
         return first
+
+
+def _dims_of_others(arguments: Arguments, rows: int, related: Collection[int | str] | None) -> list[int | None]:
+    """Return the batch dim, 0 or None, of each tensor in the arguments after the hidden states; None ``related``: by size."""
+    others: list[tuple[int | str, Any]] = [*enumerate(arguments.rest), *arguments.kwargs.items()]
+    names = [name for name, _ in others]
+    wrong = [name for name in related or () if name not in names]
+    if wrong:
+        raise ConfigError(
+            f"batch_related names {wrong[0]!r}, and the arguments after the hidden states are {names}. Give the number of"
+            " a positional argument, counted from 0, or the name of a keyword argument; pass None for one that is not used."
+        )
+    dims: list[int | None] = []
+    for name, argument in others:
+        for tensor in tensors_in(argument):
+            is_of_batch = _has_rows(tensor, rows) if related is None else name in related
+            if is_of_batch and not _has_rows(tensor, rows):
+                raise ConfigError(
+                    f"batch_related names argument {name!r} after the hidden states, whose shape is {tuple(tensor.shape)}:"
+                    f" its dim 0 must be the batch, which has {rows} rows."
+                )
+            dims.append(0 if is_of_batch else None)
+    return dims
 
 
 def _has_rows(tensor: torch.Tensor, rows: int) -> bool:

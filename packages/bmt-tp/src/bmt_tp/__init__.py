@@ -7,6 +7,7 @@ from bmt_tp.linear_function import OpParallelLinear, ReduceType, parallel_linear
 from bmt_tp.linear_layers import ColumnParallelLinear, RowParallelLinear
 from bmt_tp.plans import Column, Head, PerPosition, Plan, Row, VocabularyEmbedding, Whole, parallelize, plan_for
 from bmt_tp.random_numbers import own_random_numbers
+from bmt_tp.whole import whole
 
 __all__ = [
     "Column",
@@ -25,4 +26,5 @@ __all__ = [
     "parallel_linear",
     "parallelize",
     "plan_for",
+    "whole",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.nn.functional import embedding
 from bmt_core import DistributedModule, DistributedParameter, Locality, ParameterInitializer
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
+from bmt_core.run.runtime import current
 from bmt_core.torch_internals import never_compiled
-from bmt_tp.linear_function import parallel_linear
-from bmt_tp.tensor_group import AXIS, own_share, tensor_group
+from bmt_tp.linear_function import parallel_linear, sequence_first
+from bmt_tp.row_comparison import check_own_rows
+from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks
 
 
 class VPEmbedding(DistributedModule):
@@ -25,9 +28,12 @@ class VPEmbedding(DistributedModule):
     ids. Each rank receives (tp - 1)/tp * rows * embedding_size elements; the table is never sent. An id outside the vocabulary
     raises ``IndexError`` on the CPU. On CUDA its vector is NaN, so that :class:`OptimManager` skips the step.
 
-    With ``projection`` it takes vectors (rows / tp, ..., embedding_size) and returns logits for all rows and this rank's part of
-    the vocabulary, the input of ``FusedCrossEntropy(parallel=True)``. Vectors (sequence / tp, batch, embedding_size) give logits
-    with the batch first, like ids: (batch, sequence, vocab_size / tp).
+    With ``projection`` it takes vectors (rows / tp, ..., embedding_size) and returns logits
+    (rows, ..., vocab_size / tp) for all rows, in their order, and this rank's part of the vocabulary:
+    the input of ``FusedCrossEntropy(parallel=True)``.
+
+    Rows are dim 0, as in (sequence / tp, batch), or dim 1 after ``init_distributed(sequence_dim=1)``,
+    as in (batch, sequence / tp). If neither was declared, and a call could mean both, it warns once.
 
     ``init_parameters`` draws from the normal distribution of ``init_mean`` and ``init_std``. Raises :class:`ConfigError` if tp
     does not divide ``vocab_size``.
@@ -42,6 +48,7 @@ class VPEmbedding(DistributedModule):
         init_std: float = 1,
     ) -> None:
         super().__init__()
+        self._has_warned = False
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         self.weight = DistributedParameter(
@@ -52,10 +59,28 @@ class VPEmbedding(DistributedModule):
 
     def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
         """Look up ids, or with ``projection`` compute logits from vectors. Collective over tp."""
-        if not projection:
+        ranks = tensor_ranks()
+        if ranks.size > 1 and not self._has_warned:
+            self._warn_of_undeclared_sequence_dim(x)
+        if projection:
+            return parallel_linear(x, self.weight, gather_input=True, sequence_dim=ranks.sequence_dim)
+        if ranks.size == 1 or ranks.sequence_dim == 0:
             return split_lookup(x, self.weight, scattered=True)
-        logits = parallel_linear(x, self.weight, gather_input=True)
-        return logits.transpose(0, 1) if logits.dim() == 3 else logits
+        return split_lookup(sequence_first(x, 2), self.weight, scattered=True).transpose(0, 1)
+
+    @never_compiled
+    def _warn_of_undeclared_sequence_dim(self, x: torch.Tensor) -> None:
+        run = current()
+        if run.settings.sequence_dim is None and x.dim() > 1 and min(x.shape[:2]) > 1:
+            self._has_warned = True
+            if run.rank == 0:
+                warnings.warn(
+                    f"VPEmbedding takes {tuple(x.shape)} for (sequence / tp, batch, ...): rows, of which each rank along 'tp' has a"
+                    " part, are dim 0. If this is (batch, sequence / tp, ...), as in BMTrain's examples, sequences are mixed up:"
+                    " start with init_distributed(sequence_dim=1). If it is right, sequence_dim=0 says so. This is said once.",
+                    UserWarning,
+                    stacklevel=5,
+                )
 
     def extra_repr(self) -> str:
         """Show the sizes in ``repr``."""
@@ -73,6 +98,8 @@ def split_lookup(
     """
     group = tensor_group()
     if scattered and group.size > 1:
+        if torch.is_grad_enabled():
+            check_own_rows(ids, "VPEmbedding")
         ids = gather_stacked(ids, group).flatten(0, 1)
     if ids.device.type == "cpu" and ids.numel():
         _check_ids(ids, len(weight) * group.size)  # the ids of all ranks, so that all ranks raise

@@ -14,6 +14,7 @@ from bmt_core.modules.layer_gradients import GradientWriter, LayerGradients
 from bmt_tp.compiled_linear import CompiledLinear
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
+from bmt_tp.row_comparison import check_own_rows
 from bmt_tp.tensor_group import tensor_ranks
 
 
@@ -50,6 +51,7 @@ class OpParallelLinear:
             split_input=split_input,
             reduce_output_type=reduce_output_type,
             chunks=async_gather_chunks,
+            sequence_dim=tensor_ranks().sequence_dim,
         )
 
 
@@ -64,6 +66,7 @@ def parallel_linear(
     reduce_output_type: ReduceType | int | None = None,
     chunks: int | None = None,
     gradients: LayerGradients | None = None,
+    sequence_dim: int = 0,
 ) -> torch.Tensor:
     """Return ``input weightᵀ + bias``, where each rank of the group has a slice of the weight.
 
@@ -94,6 +97,9 @@ def parallel_linear(
     What backward communicates depends on whether the input and the weight require gradients, so this must be the same on all ranks
     of the group.
 
+    With ``sequence_dim=1`` the rows lie along dim 1 of ``input`` and of the output, which have at least three dims:
+    (batch, sequence / W, features).
+
     ``gradients`` is the ``layer_gradients`` that a Block has set on the layer of this weight and bias.
 
     Raises ``ValueError`` for shapes or dtypes that do not fit and :class:`ConfigError` for options that contradict each other.
@@ -106,18 +112,43 @@ def parallel_linear(
     _check_shapes(input, weight, bias, ranks.size, split_input)
     input, weight, bias = _as_autocast(input, weight, bias)
     _check_dtypes(input, weight, bias)
+    scattered = reduce_output_type == ReduceType.REDUCE_SCATTER
+    if sequence_dim == 1 and (gather_input or scattered):
+        output = parallel_linear(
+            sequence_first(input),
+            weight,
+            bias,
+            gather_input=gather_input,
+            gather_output=gather_output,
+            split_input=split_input,
+            reduce_output_type=reduce_output_type,
+            chunks=chunks,
+            gradients=gradients,
+        )
+        return output.transpose(0, 1)
     if reduce_output_type is None:
         output = _applied(True, input, weight, bias, gather_input, chunks, gradients)
         return gather_features(output, ranks.group) if gather_output else output
     if split_input:
+        if gather_input and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            check_own_rows(input, "a row-parallel layer")
         input = rows_to_features(input, ranks.group) if gather_input else own_features(input, ranks.group)
-    scattered = reduce_output_type == ReduceType.REDUCE_SCATTER
     if scattered and input.shape[0] % ranks.size:
         raise ValueError(
             f"The output has {len(input)} rows, which cannot be scattered evenly over {ranks.size} ranks."
             f" Pad them to {-(-len(input) // ranks.size) * ranks.size}, or use ReduceType.ALL_REDUCE."
         )
     return _applied(False, input, weight, bias, scattered, chunks, gradients)
+
+
+def sequence_first(x: torch.Tensor, least_dims: int = 3) -> torch.Tensor:
+    """Return ``x`` (batch, sequence / W, ...) with the sequence as dim 0; ``ValueError`` if it has fewer dims."""
+    if x.dim() < least_dims:
+        raise ValueError(
+            f"With sequence_dim=1 tensor-parallel layers expect (batch, sequence / tp, ...) with at least {least_dims} dims, not"
+            f" {tuple(x.shape)}. Keep batch and sequence apart, or start with sequence_dim=0, where rows are dim 0."
+        )
+    return x.transpose(0, 1)
 
 
 def _applied(

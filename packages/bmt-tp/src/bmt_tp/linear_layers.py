@@ -11,7 +11,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.modules.layer_gradients import LayerGradients
 from bmt_tp.feature_exchange import gather_features
 from bmt_tp.linear_function import ReduceType, parallel_linear
-from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_size
+from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks, tensor_size
 
 
 class ColumnParallelLinear(DistributedModule):
@@ -24,6 +24,8 @@ class ColumnParallelLinear(DistributedModule):
 
     ``sections`` are the sizes of consecutive parts of the output, each split over the ranks separately. For queries, keys and
     values of H features in one matrix, (H, H, H) gives each rank the queries, keys and values of the same heads.
+
+    Rows are dim 0, or dim 1 after ``init_distributed(sequence_dim=1)``.
 
     ``init_parameters`` draws from Xavier's normal distribution for the whole matrix. Communication and gradients:
     see :func:`parallel_linear`. Raises :class:`ConfigError` for sizes that tp does not divide.
@@ -82,6 +84,7 @@ class ColumnParallelLinear(DistributedModule):
             gather_input=self.gather_input,
             chunks=self.async_gather_chunks,
             gradients=self.layer_gradients,
+            sequence_dim=tensor_ranks().sequence_dim,
         )
         if self.gather_output and tensor_size() > 1:
             return gather_features(output, tensor_group(), self.sections)
@@ -150,6 +153,7 @@ class RowParallelLinear(DistributedModule):
             reduce_output_type=ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
             chunks=self.async_chunks,
             gradients=self.layer_gradients,
+            sequence_dim=tensor_ranks().sequence_dim,
         )
 
     def extra_repr(self) -> str:

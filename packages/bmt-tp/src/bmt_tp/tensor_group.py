@@ -8,6 +8,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.lanes import Lane
 from bmt_core.run.runtime import current
+from bmt_core.run.same_data import Occasions
 
 AXIS = "tp"
 
@@ -15,7 +16,9 @@ AXIS = "tp"
 class TensorRanks(NamedTuple):
     """The tensor-parallel ``group`` with its ``size`` and this rank's place in it.
 
-    ``lane`` transfers rows during products; ``in_lane`` is the same group with the lane's own communicator.
+    ``sequence_dim`` is the dim of activations of which each rank has a part: that of :func:`init_distributed`, or 0.
+    ``lane`` transfers rows during products; ``in_lane`` is the same group with the lane's own communicator. ``row_occasions`` says
+    when rows are compared: see :mod:`bmt_tp.row_comparison`.
     """
 
     group: Group
@@ -23,6 +26,12 @@ class TensorRanks(NamedTuple):
     in_lane: Group
     size: int
     rank: int
+    sequence_dim: int
+    row_occasions: Occasions
+
+
+_COMPARED_ROWS = 100_000
+"""Rows of layers are compared in their first calls and at every so many calls, which are those of all layers."""
 
 
 def tensor_ranks() -> TensorRanks:
@@ -37,7 +46,8 @@ def _looked_up() -> TensorRanks:
     global _ranks
     runtime, group = current(), tensor_group()
     lane = runtime.lanes.named(AXIS)
-    _ranks = TensorRanks(group, lane, lane.group(group), group.size, group.rank)
+    sequence_dim, occasions = runtime.settings.sequence_dim or 0, Occasions(_COMPARED_ROWS)
+    _ranks = TensorRanks(group, lane, lane.group(group), group.size, group.rank, sequence_dim, occasions)
     runtime.at_shutdown.append(_forget)
     return _ranks
 

@@ -11,17 +11,56 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
+from bmt_core.errors import ConfigError
 from bmt_core.modules.distributed_module import extend, reduce_extended
 from bmt_core.modules.outermost_call import is_call_under_way, reading_parts
 from bmt_core.modules.whole_parameters import whole_parameters, whole_shapes
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.runtime import current
 
 
-def see_whole_adapters(modules: Iterable[nn.Module | None]) -> None:
+def see_whole_adapters(modules: Iterable[nn.Module]) -> None:
     """Extend those of ``modules`` that merge or unload adapters, so that they merge whole parameters."""
     for module in modules:
         _extend(module, [MergesWhole, HasWholeDelta, UnloadsParts])
+
+
+def check_adapters(modules: Iterable[nn.Module]) -> None:
+    """Raise :class:`ConfigError` if one of ``modules`` is an adapter that does not fit how its layer lies along an axis.
+
+    Adapters are made for whole layers: their sizes do not fit a slice. Where each rank computes the whole layer, it also computes
+    the adapter's whole gradients, which must not be summed.
+    """
+    for module in modules:
+        if _has(type(module), _METHODS[MergesWhole]):
+            base = dict.fromkeys(module.get_base_layer().parameters())  # type: ignore[operator]
+            trained = [p for p in module.parameters() if p.requires_grad and p not in base]
+            for parameter in base:
+                if isinstance(parameter, DistributedParameter):
+                    _check_adapter(trained, parameter)
+
+
+def _check_adapter(trained: Iterable[torch.Tensor], weight: DistributedParameter) -> None:
+    for place in weight.locality:
+        if current().topology.sizes.get(place.axis, 1) == 1:
+            continue
+        way_out = (
+            f"Train adapters in a run without {place.axis!r}, which shards the model all the same, or merge them first."
+        )
+        if place.split_dim is not None:
+            raise ConfigError(
+                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {place.axis!r} has a slice."
+                f" Adapters are made for whole layers. {way_out}"
+            )
+        if place.gradients == "whole" and any(place not in getattr(p, "locality", ()) for p in trained):
+            raise ConfigError(
+                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {place.axis!r} computes the whole"
+                " gradient, after this was declared: the adapter's gradients would be summed over these ranks. Add it before the"
+                f" model is split along {place.axis!r}. {way_out}"
+            )
 
 
 def count_whole_parameters(model: nn.Module) -> None:
@@ -31,6 +70,9 @@ def count_whole_parameters(model: nn.Module) -> None:
 
 def added(parent: nn.Module, child: nn.Module | None) -> None:
     """Extend ``child``, a module that was added to ``parent`` after wrapping, and ``parent`` if it is PEFT's outer model."""
+    if child is None:
+        return
+    check_adapters([child])
     see_whole_adapters([child])
     if isinstance(child, UnloadsParts):  # so ``parent`` is PEFT's model around the one with adapters
         count_whole_parameters(parent)
@@ -105,10 +147,14 @@ _METHODS: dict[type[nn.Module], tuple[str, ...]] = {
 }
 
 
-def _extend(module: nn.Module | None, mixins: Iterable[type[nn.Module]]) -> None:
+def _extend(module: nn.Module, mixins: Iterable[type[nn.Module]]) -> None:
     for mixin in mixins:
-        if module is not None and all(callable(getattr(type(module), name, None)) for name in _METHODS[mixin]):
+        if _has(type(module), _METHODS[mixin]):
             extend(module, mixin)
+
+
+def _has(kind: type[nn.Module], methods: Iterable[str]) -> bool:
+    return all(callable(getattr(kind, name, None)) for name in methods)
 
 
 def _whole_outside_of_forward(layer: nn.Module) -> AbstractContextManager[None]:

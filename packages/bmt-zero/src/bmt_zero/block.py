@@ -24,12 +24,17 @@ from bmt_core.modules.distributed_module import (
 from bmt_core.modules.outermost_call import module_call, used_in_transform
 from bmt_core.nested import tensors_in
 from bmt_core.params.grouped_parameters import grouped_parameters
-from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers, require_values
+from bmt_core.params.uninitialized import (
+    check_values_at_first_call,
+    materialize_buffers,
+    note_first_buffers,
+    require_values,
+)
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import are_transforms_active, never_compiled
-from bmt_zero.adapters import see_whole_adapters
+from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.schedule.block_engine import BlockEngine
 
 
@@ -70,6 +75,7 @@ class Block(nn.Module):
             )
         current()
         check_can_be_sharded(inner_module)
+        check_adapters(inner_module.modules())
         extend(inner_module, cls)
         assert isinstance(inner_module, Block)
         return inner_module
@@ -97,6 +103,7 @@ class Block(nn.Module):
             compile=compile,
         )
         materialize_buffers(self.modules(), current().device)
+        note_first_buffers(self.modules())
         see_whole_adapters(self.modules())
         self._bmt_block.block.refresh(self)
         check_values_at_first_call(self)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
+from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.errors import ConfigError
 from bmt_core.init.module_init import ModuleInit, initialize_modules, initialize_unsaved_buffers
 from bmt_core.modules.distributed_module import DistributedModule, check_can_be_sharded, extend
-from bmt_core.params.parameter import DistributedParameter, make_distributed, own_part, whole_tensor_shard
-from bmt_core.params.uninitialized import check_values_at_first_call, materialize_buffers
+from bmt_core.params.equal_layouts import ParameterLayout
+from bmt_core.params.parameter import (
+    DistributedParameter,
+    make_distributed,
+    note_first_values,
+    own_part,
+    whole_tensor_shard,
+)
+from bmt_core.params.uninitialized import (
+    check_values_at_first_call,
+    has_values,
+    materialize_buffers,
+    note_first_buffers,
+)
+from bmt_core.run.bmtrain_names import how_to_declare_whole, how_to_split
+from bmt_core.run.equal_values import DECLARE_LOCAL
 from bmt_core.run.runtime import current
-from bmt_zero.adapters import count_whole_parameters, see_whole_adapters
+from bmt_zero.adapters import check_adapters, count_whole_parameters, see_whole_adapters
 from bmt_zero.block import Block
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.schedule.zero_run import zero_run
@@ -21,20 +38,36 @@ from bmt_zero.schedule.zero_run import zero_run
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> ModuleT:
+def BMTrainModelWrapper(
+    model: ModuleT, *, init: ModuleInit | bool = True, sync: Literal["rank0"] | None = None
+) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
     The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) are part of the Block. All
     other parameters become :class:`DistributedParameter` and read as whole tensors. A parameter that is tied across blocks,
-    or to a module outside of them, stays one parameter. Buffers move to the run's device. Every rank must pass the same
-    values, and keeps its part.
+    or to a module outside of them, stays one parameter. Buffers move to the run's device. Every rank
+    must pass the same values, and keeps its part; values that differ are an error at the first call.
+    With ``sync="rank0"`` the values of rank 0 are sent to all ranks first, one tensor at a time.
 
     A model that was built under ``torch.device("meta")`` is then initialised, one whole block at a time. ``init(module)`` is
     called for every module, children first; the default is that of :func:`init_parameters`: ``_init_weights`` of Hugging Face
     models, or ``reset_parameters`` of modules. ``init=False`` draws nothing, for a model whose values come from a checkpoint;
     buffers that are in no checkpoint are computed anyway.
+
+    Collective. Raises :class:`ConfigError` on all ranks if ranks along an axis see the same data and no parameter is split or
+    declared along it: gradients would be summed over ranks that have each computed the whole.
     """
-    check_can_be_sharded(model)
+    with collective_section(current().world, "wrapping the model") as results:
+        check_can_be_sharded(model)
+        check_adapters(model.modules())
+        _check_sync(model, sync)
+        layout = ParameterLayout(model.named_parameters())
+        results.own = layout.summary, _declared_axes(model)
+    if difference := layout.difference([summary for summary, _ in results.of_ranks]):
+        raise ConfigError(f"Ranks wrap models of different parameters. {difference} {DECLARE_LOCAL}")
+    _check_is_split(model, [axes for _, axes in results.of_ranks if axes is not None])
+    if sync is not None:
+        _send_values_of_rank_0(model)
     zero_run()  # made now, because it observes calls and gathers parameters outside of Blocks together
     # For all modules at once, so that a buffer which several modules share stays one tensor.
     materialize_buffers(model.modules(), current().device)
@@ -47,6 +80,7 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
             Block(block)
     for parameter in outside:
         _shard_alone(parameter)
+    note_first_buffers(_modules_outside(model))
     for module in _modules_outside(model):
         if module is model or module._parameters:
             extend(module, DistributedModule)
@@ -62,6 +96,54 @@ def BMTrainModelWrapper(model: ModuleT, *, init: ModuleInit | bool = True) -> Mo
     else:
         initialize_modules(model, None if init is True else init)
     return model
+
+
+def _declared_axes(model: nn.Module) -> set[str] | None:
+    """Return the axes along which a parameter is split or declared; None if there are no parameters."""
+    parameters = list(model.parameters())
+    declared = {place.axis for p in parameters if isinstance(p, DistributedParameter) for place in p.locality}
+    return declared if parameters else None
+
+
+def _check_is_split(model: nn.Module, declared: Sequence[set[str]]) -> None:
+    """Raise unless a parameter is declared along each axis whose ranks see the same data.
+
+    ``declared`` has the axes of all ranks, because of the stages of a pipeline one alone may have parameters that are split.
+    """
+    topology = current().topology
+    for axis in topology.same_data_axes:
+        size = topology.axis_size(axis)
+        if size > 1 and declared and not any(axis in of_rank for of_rank in declared):
+            raise ConfigError(
+                f"The {size} ranks along {axis!r} see the same data, and no parameter of"
+                f" {type(model).__name__} is split or declared along that axis: each rank would"
+                f" compute the whole model, and gradients, which are summed, would be {size} times"
+                f" too large. Split the model before it is wrapped: {how_to_split(axis)}. Or, if"
+                " each of these ranks is to compute all of it, declare that:"
+                f" {how_to_declare_whole(axis)}."
+            )
+
+
+def _check_sync(model: nn.Module, sync: str | None) -> None:
+    if sync not in (None, "rank0"):
+        raise ConfigError(f"sync must be 'rank0' or None, not {sync!r}.")
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DistributedParameter)]
+    if sync is not None and sharded:
+        raise ConfigError(
+            f"{sharded[0]} is sharded already, and sync='rank0' sends whole values. Wrap the plain"
+            " model, without Blocks of your own, or give every rank the same values."
+        )
+
+
+@torch.no_grad()
+def _send_values_of_rank_0(model: nn.Module) -> None:
+    runtime = current()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if has_values(tensor):
+            sent = tensor.detach().to(runtime.device).contiguous()
+            with call_purpose(f"to send the values of {name}"):
+                runtime.world.broadcast(sent).wait()
+            tensor.copy_(sent)
 
 
 def _outermost_list_members(module: nn.Module) -> Iterator[nn.Module]:
@@ -119,4 +201,8 @@ def _shard_alone(parameter: nn.Parameter) -> DistributedParameter:
     runtime = current()
     shard = whole_tensor_shard(parameter.shape, runtime.topology.shard_group())
     with torch.no_grad():
-        return make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))
+        whole = parameter.detach()
+        made = make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))
+    if has_values(made):
+        note_first_values(made, whole)
+    return made

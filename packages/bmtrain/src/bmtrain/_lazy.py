@@ -86,7 +86,8 @@ def _look_up(module: ModuleType, name: str) -> Any:
     if name not in names:
         close = difflib.get_close_matches(name, [*names, *submodules(module.__name__)], n=1)
         hint = f" Did you mean '{close[0]}'?" if close and not name.startswith("__") else ""
-        raise AttributeError(f"{asked} does not exist.{hint}", name=name, obj=module)
+        # Without ``obj``, with which Python would add a hint of its own to the traceback.
+        raise AttributeError(f"{asked} does not exist.{hint}", name=name)
     value = resolve(names[name], asked)
     setattr(module, name, value)
     return value

@@ -71,9 +71,10 @@ def _save_to(is_wanted: bool, model: nn.Module, destination: dict[str, Any] | No
     """Put the state of ``model`` into ``destination`` on ranks where ``is_wanted`` is True. Collective."""
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     group, what = world_group(), "saving to the memory of ranks"
-    with collective_section(group, what):
+    with collective_section(group, what) as results:
         local = LocalState.of_model(model)
-    state = WholeState(local, what)
+        results.own = local.layout.summary
+    state = WholeState(local, what, results.of_ranks)
     with collective_section(group, what):
         by_name = dict(state.tensors(keep=group.rank == 0))
     if any(all_gather_object(is_wanted, group)[1:]):

@@ -21,7 +21,7 @@ from bmt_core.checkpoint.format import (
     Index,
     TensorEntry,
 )
-from bmt_core.errors import CheckpointError
+from bmt_core.errors import CheckpointError, cause_of
 
 _METADATA = ".metadata"
 
@@ -143,7 +143,7 @@ def _read_metadata(path: Path) -> Any:
     # Arbitrary bytes lead to arbitrary errors.
     except Exception as error:
         raise CheckpointError(
-            f"{file} is damaged, or no metadata of torch.distributed.checkpoint ({type(error).__name__}: {error})."
+            f"{file} is damaged, or no metadata of torch.distributed.checkpoint ({cause_of(error)})."
         ) from error
     if outside or missing:
         found = (

@@ -12,7 +12,7 @@ import torch
 
 from bmt_core.checkpoint.format import CheckpointReader, ForeignEntry, Index, TensorEntry
 from bmt_core.checkpoint.safetensors_layout import file_summary
-from bmt_core.errors import CheckpointError
+from bmt_core.errors import CheckpointError, cause_of
 
 OpenFile = Callable[[Path], CheckpointReader]
 
@@ -66,9 +66,7 @@ def read_index(path: Path) -> dict[str, Any]:
         is_right = is_right and all(isinstance(text, str) for text in [*texts, *files])
     # Arbitrary bytes lead to arbitrary errors.
     except Exception as error:
-        raise CheckpointError(
-            f"{path} is damaged, or no index of a checkpoint ({type(error).__name__}: {error})."
-        ) from error
+        raise CheckpointError(f"{path} is damaged, or no index of a checkpoint ({cause_of(error)}).") from error
     outside = [f for f in files if f in ("", ".", "..") or os.path.basename(f) != f] if is_right else []
     if not is_right or outside:
         found = f": it names the file {outside[0]!r}" if outside else ""

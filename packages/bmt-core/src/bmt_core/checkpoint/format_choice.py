@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from bmt_core.checkpoint.directory_reader import INDEX_SUFFIX, open_directory, open_index
@@ -29,17 +30,27 @@ def choose_format(path: Path, choice: FormatChoice = None) -> CheckpointFormat:
         return choice()
     if choice is not None:
         return _instantiate(_registry().find("checkpoint format", choice))
+    found = _format_of_suffix(path)
+    if found is not None:
+        return found
+    if path.suffix in _SUFFIXES_OF_OTHERS or _misspelt_suffix(path):
+        raise _unknown_suffix(path)
+    return TorchFormat()
+
+
+def choose_known_format(path: Path) -> CheckpointFormat:
+    """Return the format of ``path``'s suffix; :class:`CheckpointError` if there is none."""
+    found = _format_of_suffix(path)
+    if found is None:
+        raise _unknown_suffix(path)
+    return found
+
+
+def _format_of_suffix(path: Path) -> CheckpointFormat | None:
+    """Return the format that the suffix of ``path`` belongs to, if any."""
     by_suffix = _by_suffix()
     fitting = [suffix for suffix in by_suffix if path.name.endswith(suffix)]
-    if fitting:
-        return by_suffix[max(fitting, key=len)]
-    if path.suffix in _SUFFIXES_OF_OTHERS:
-        known = ", ".join(f"{form.name} ({suffix})" for suffix, form in by_suffix.items())
-        raise CheckpointError(
-            f"No installed package reads or writes {path.suffix} files, as {path} would have to be. Known: {known}."
-            " Choose another suffix, or install a package that announces the format by the hook bmt_checkpoint_formats."
-        )
-    return TorchFormat()
+    return by_suffix[max(fitting, key=len)] if fitting else None
 
 
 def choose_directory_format(path: Path) -> CheckpointFormat | None:
@@ -80,6 +91,22 @@ def _by_suffix() -> dict[str, CheckpointFormat]:
                     " Choose one by name: format=…"
                 )
     return found
+
+
+def _misspelt_suffix(path: Path) -> str | None:
+    """Return the suffix of a format other than torch's that the suffix of ``path`` nearly is, such as ``.safetensor``."""
+    others = [suffix for suffix, form in _by_suffix().items() if not isinstance(form, TorchFormat)]
+    return next(iter(get_close_matches(path.suffix, others, n=1, cutoff=0.9)), None)
+
+
+def _unknown_suffix(path: Path) -> CheckpointError:
+    meant = _misspelt_suffix(path)
+    known = ", ".join(f"{form.name} ({suffix})" for suffix, form in _by_suffix().items())
+    return CheckpointError(
+        f"No installed package reads or writes {path.suffix or 'files without a suffix'}{' files' if path.suffix else ''}, as"
+        f" {path} would have to be.{f' Did you mean {meant}?' if meant else ''} Known: {known}. Choose another suffix, or install"
+        " a package that announces the format by the hook bmt_checkpoint_formats."
+    )
 
 
 def _instantiate(kind: type) -> CheckpointFormat:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from bmt_core.checkpoint.format_choice import FormatChoice
 from bmt_core.checkpoint.loading import no_way_back
 from bmt_core.checkpoint.shared_reader import opened_by_all
 from bmt_core.checkpoint.state_tensors import has_references, with_tensors
@@ -20,7 +21,7 @@ from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import BmtError, CheckpointError
 
 OPTIMIZER = "optimizer"
-"""The directory of the tensors in a whole state."""
+"""The name of the directory, or file, of the tensors in a whole state."""
 NONE, LOGICAL, PER_RANK = "none", "logical", "per rank"
 
 
@@ -39,15 +40,22 @@ def rank_file(rank: int | str) -> str:
 
 @contextmanager
 def prepared_manager(
-    manager: Any, model: nn.Module, folder: Path, head: Mapping[str, Any], state: Any
+    manager: Any,
+    model: nn.Module,
+    folder: Path,
+    head: Mapping[str, Any],
+    state: Any,
+    *,
+    tensors: Path,
+    format: FormatChoice,
 ) -> Iterator[Callable[[], None]]:
     """Check that the state in ``folder`` fits ``manager``, and yield the function that loads it. Both are collective.
 
     ``head`` is what ``training.pt`` says of the state, on every rank; ``state`` is the state, on rank 0, with names in place of
-    tensors that lie in files of their own. If it does not fit, every rank raises :class:`CheckpointError`, and the manager is as it
-    was. A manager without ``check_logical_state()`` loads the state twice: here, as a check, and in the function, after the model
-    was loaded, because the optimizer may keep copies of the model's weights. So does a manager with one state for each rank; its
-    former state is kept in memory until the first load has succeeded.
+    tensors that lie in ``tensors``, of the ``format``. If it does not fit, every rank raises :class:`CheckpointError`, and the
+    manager is as it was. A manager without ``check_logical_state()`` loads the state twice: here, as a check, and in the function,
+    after the model was loaded, because the optimizer may keep copies of the model's weights. So does a manager with one state for
+    each rank; its former state is kept in memory until the first load has succeeded.
     """
     group = world_group()
     what = f"loading the optimizer state of {folder}"
@@ -59,7 +67,7 @@ def prepared_manager(
     elif head["optimizer"] == PER_RANK:
         yield _checked_rank_state(manager, own, what)
     elif broadcast_object(has_references(state), group):
-        with opened_by_all(folder / OPTIMIZER, what) as shared:
+        with opened_by_all(tensors, what, format) as shared:
             shared.verify()
             with collective_section(group, what):
                 data = to_bytes(state) if group.rank == 0 else b""

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from bmt_core.checkpoint.format import CheckpointFormat, CheckpointReader, Index, TensorEntry
 from bmt_core.checkpoint.memory_pieces import bytes_of, pieces
 from bmt_core.checkpoint.safetensors_layout import CHECKSUMS, FileLayout, header_is_whole, read_header, state_in
-from bmt_core.errors import CheckpointError
+from bmt_core.errors import CheckpointError, cause_of
 
 
 class SafetensorsFormat(CheckpointFormat):
@@ -97,8 +97,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
         raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
     # The library has errors of its own, and arbitrary bytes lead to others.
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{_not_whole(path)} ({type(error).__name__}: {first_line})") from error
+        raise CheckpointError(f"{_not_whole(path)} ({cause_of(error)})") from error
 
 
 def _not_whole(path: Path) -> str:

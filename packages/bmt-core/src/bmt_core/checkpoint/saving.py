@@ -53,15 +53,17 @@ def save(
     group = world_group()
     with collective_section(group, what) as results:
         join_last_save()
-        chosen, results.own = _choose(target, str(file_name).endswith("/") or target.is_dir(), format)
+        chosen, is_directory = _choose(target, str(file_name).endswith("/") or target.is_dir(), format)
         local = LocalState.of_model(model, is_snapshot=non_blocking)
-        if results.own:
+        if is_directory:
             check_entries(local.entries)
-    state = WholeState(local, what)
-    if results.of_ranks[0]:  # rank 0 decides: ranks that share no disk may see different files
+        results.own = is_directory, local.layout.summary
+    are_directories, summaries = zip(*results.of_ranks, strict=True)
+    state = WholeState(local, what, summaries)
+    if are_directories[0]:  # rank 0 decides: ranks that share no disk may see different files
         _save_directory(state, target, what, non_blocking)
     else:
-        _save_file(state, target, what, chosen, non_blocking)
+        save_file(state, target, what, chosen, non_blocking=non_blocking)
 
 
 def _choose(target: Path, is_directory: bool, choice: FormatChoice) -> tuple[CheckpointFormat, bool]:
@@ -76,7 +78,10 @@ def _choose(target: Path, is_directory: bool, choice: FormatChoice) -> tuple[Che
     return chosen, is_directory
 
 
-def _save_file(state: WholeState, target: Path, what: str, chosen: CheckpointFormat, non_blocking: bool) -> None:
+def save_file(
+    state: WholeState, target: Path, what: str, chosen: CheckpointFormat, *, non_blocking: bool = False
+) -> None:
+    """Gather ``state`` on rank 0, which writes it to ``target`` in the format ``chosen``. Collective."""
     group = world_group()
     with collective_section(group, what):
         index, tensors = state.index, state.tensors(keep=group.rank == 0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bmt_core.checkpoint.memory_pieces import pieces
-from bmt_core.errors import CheckpointError
+from bmt_core.errors import CheckpointError, cause_of
 
 _CHUNK = 1 << 24
 
@@ -76,8 +76,7 @@ def read_torch_file(path: Path) -> Any:
         raise CheckpointError(_not_whole(path)) from error
     # torch may raise anything for arbitrary bytes.
     except Exception as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{_not_whole(path)} ({type(error).__name__}: {first_line})") from error
+        raise CheckpointError(f"{_not_whole(path)} ({cause_of(error)})") from error
 
 
 def archive_checksum(path: Path) -> str | None:

@@ -1,8 +1,9 @@
 """``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it continues bit for bit.
 
 A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors that all ranks write (see
-:func:`save`), ``training.pt`` has all else, and checksums of the other files. A file ``latest`` beside it names the newest one.
-A checkpoint is written under another name and renamed when it is complete, so that ``latest`` always names a complete one.
+:func:`save`), or files of a format that was chosen; ``training.pt`` has all else, and checksums of the other files. A file
+``latest`` beside it names the newest one. A checkpoint is written under another name and renamed when it is complete, so that
+``latest`` always names a complete one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from bmt_core.checkpoint.atomic import replacing
@@ -29,10 +31,13 @@ from bmt_core.checkpoint.background import (
 )
 from bmt_core.checkpoint.directory_reader import INDEX_FILE
 from bmt_core.checkpoint.directory_writer import DirectorySave
+from bmt_core.checkpoint.format import CheckpointFormat
+from bmt_core.checkpoint.format_choice import FormatChoice, choose_format
 from bmt_core.checkpoint.loading import prepared_load
 from bmt_core.checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
 from bmt_core.checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
 from bmt_core.checkpoint.safetensors_layout import check_entries
+from bmt_core.checkpoint.saving import save_file, write_checkpoint
 from bmt_core.checkpoint.snapshot import snapshot
 from bmt_core.checkpoint.state_tensors import parts_in, with_references
 from bmt_core.checkpoint.torch_file import from_bytes, to_bytes, write_torch_file
@@ -43,7 +48,9 @@ from bmt_core.checkpoint.training_folder import (
     UNFINISHED,
     file_checksum,
     find_checkpoint,
+    format_of,
     make_empty,
+    part_of,
     publish,
     read_training,
     unfinished_after,
@@ -52,6 +59,7 @@ from bmt_core.checkpoint.whole_state import LocalState, OwnPart, WholeState, wor
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
+from bmt_core.errors import CheckpointError, ConfigError
 
 
 def save_checkpoint(
@@ -63,6 +71,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int | None = None,
     non_blocking: bool = False,
+    format: FormatChoice = None,
 ) -> Path:
     """Write a checkpoint, from which training continues bit for bit, to ``dir/step-<step>``; return that path. Collective.
 
@@ -82,6 +91,10 @@ def save_checkpoint(
     on. The next save or load, or :func:`wait_for_saves`, waits for the thread and raises its error. The memory of the
     copies, as many bytes as the rank's parts of model and optimizer have, is kept for the next such save until ``shutdown()``.
 
+    ``format`` is the name of a registered format or a :class:`CheckpointFormat` for the model and the optimizer's tensors. Such a
+    format is written by rank 0, for which tensors are gathered one by one; with ``non_blocking`` rank 0 holds them all until they
+    are written. Its name is stored, so that :func:`load_checkpoint` finds it among the registered ones.
+
     Raises :class:`CheckpointError` on every rank when a rank cannot write.
     """
     if step < 0:
@@ -89,21 +102,32 @@ def save_checkpoint(
     if keep is not None and keep < 1:
         raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
     final = Path(dir) / f"step-{step}"
-    temporary = final.with_name(final.name + UNFINISHED)
+    temporary = _unfinished(final)
     what = f"saving {final}"
     with ExitStack() as stack:
-        with collective_section(world_group(), what):
+        with collective_section(world_group(), what) as results:
             join_last_save()
             # After join_last_save(): no other save writes there now.
             stack.enter_context(_removed_on_failure(temporary))
-            local_states = {MODEL: LocalState.of_model(model, is_snapshot=non_blocking)}
-            check_entries(local_states[MODEL].entries)
+            chosen = None if format is None else choose_format(final, format)
+            of_model = LocalState.of_model(model, is_snapshot=non_blocking)
+            if chosen is None:
+                check_entries(of_model.entries)
+            results.own = of_model.layout.summary, None if chosen is None else chosen.name
             if world_group().rank == 0:
                 make_empty(temporary)
-        training, of_optimizer = _training_state(temporary, model, manager, step, extra)
+        summaries, formats = zip(*results.of_ranks, strict=True)
+        if len(set(formats)) > 1:  # the same on every rank
+            raise ConfigError(
+                f"Ranks save {final} in different formats: {formats}. Pass the same format on every rank."
+            )
+        states = {MODEL: WholeState(of_model, what, summaries)}
+        training, of_optimizer = _training_state(temporary, model, manager, step, extra, chosen)
         if of_optimizer is not None:
-            local_states[OPTIMIZER] = of_optimizer
-        states = {name: WholeState(local, what) for name, local in local_states.items()}
+            states[OPTIMIZER] = of_optimizer
+        if chosen is not None:
+            _save_in_format(states, chosen, training, final, keep, non_blocking=non_blocking)
+            return final
         group = group_of_writers() if non_blocking else world_group()
     saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
 
@@ -127,11 +151,14 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any = None) -> dict[str, Any]:
+def load_checkpoint(
+    dir: str | os.PathLike[str], model: nn.Module, manager: Any = None, *, format: FormatChoice = None
+) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` wrote and return ``{"step": …, "extra": …}``. Collective.
 
     ``dir`` is the directory given to :func:`save_checkpoint`, whose latest checkpoint is loaded, or one ``step-N`` in it.
-    With ``manager`` None the optimizer's state is not loaded. The number of ranks may differ from the one at saving if the
+    With ``manager`` None the optimizer's state is not loaded. ``format`` is needed only for files of a format that no plugin
+    announces. The number of ranks may differ from the one at saving if the
     optimizer's state is stored whole. Random generators that differed between ranks may then be seeded anew (see
     :func:`restore_random_states`), and rank 0 prints a line that says so.
 
@@ -149,16 +176,24 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
                 print(
                     f"bmt: the save {path} did not finish; {folder.name}, the newest that did, is loaded.", flush=True
                 )
-    head_bytes = to_bytes({name: training[name] for name in HEAD}) if training is not None else None
+    head_bytes = to_bytes({name: training.get(name) for name in (*HEAD, "format")}) if training is not None else None
     head_bytes, folder = broadcast_object((head_bytes, folder), group)
     head = from_bytes(head_bytes)
     with collective_section(group, f"loading {folder}"):
         check_random_states(head["random"], head["places"], head["world_size"])
+        chosen = format_of(head) if format is None else choose_format(folder, format)
+        if chosen is not None and chosen.name != head["format"]:
+            raise CheckpointError(
+                f"{folder} was saved in {head['format'] or 'directories of safetensors'}, and format={chosen.name!r} asks for"
+                " another one. Leave format out."
+            )
     state = None if training is None else training["optimizer_state"]
     # Nothing is changed before every rank has found everything in order.
     with (
-        prepared_load(model, folder / MODEL) as load_model,
-        prepared_manager(manager, model, folder, head, state) as load_manager,
+        prepared_load(model, part_of(folder, MODEL, chosen), format=chosen) as load_model,
+        prepared_manager(
+            manager, model, folder, head, state, tensors=part_of(folder, OPTIMIZER, chosen), format=chosen
+        ) as load_manager,
     ):
         load_model()
         load_manager()
@@ -167,24 +202,26 @@ def load_checkpoint(dir: str | os.PathLike[str], model: nn.Module, manager: Any 
 
 
 def _training_state(
-    folder: Path, model: nn.Module, manager: Any, step: int, extra: Any
-) -> tuple[dict[str, Any], LocalState | None]:
-    """Return the content of ``training.pt``, and this rank's parts of the optimizer's tensors (None if no rank has any).
+    folder: Path, model: nn.Module, manager: Any, step: int, extra: Any, chosen: CheckpointFormat | None
+) -> tuple[dict[str, Any], WholeState | None]:
+    """Return the content of ``training.pt``, and the optimizer's tensors (None if no rank has any).
 
     Collective. If the manager has one state for each rank, this function also writes this rank's state to ``folder``.
     """
     group, kind = world_group(), kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
-    with collective_section(group, f"saving {folder}") as results:
+    what = f"saving {folder}"
+    with collective_section(group, what) as results:
         files = {}
         if kind == PER_RANK:
             path = folder / rank_file(group.rank)
             _write(path, manager.state_dict())
             files = {path.name: file_checksum(path)}
         parts = LocalState.of_parts(parts_in(state))
-        check_entries(parts.entries)
-        results.own = files, bool(parts.values), random_states(), own_place()
-    files_of_ranks, has_parts, random, places = zip(*results.of_ranks, strict=True)
+        if chosen is None:
+            check_entries(parts.entries)
+        results.own = files, bool(parts.values), random_states(), own_place(), parts.layout.summary
+    files_of_ranks, has_parts, random, places, summaries = zip(*results.of_ranks, strict=True)
     training = {
         "step": step,
         "extra": extra,
@@ -192,10 +229,57 @@ def _training_state(
         "random": list(random),
         "places": list(places),
         "optimizer": kind,
+        "format": None if chosen is None else chosen.name,
         "optimizer_state": with_references(state),
         "files": dict(ChainMap(*files_of_ranks)),
     }
-    return training, parts if any(has_parts) else None
+    return training, WholeState(parts, what, summaries) if any(has_parts) else None
+
+
+def _save_in_format(
+    states: Mapping[str, WholeState],
+    chosen: CheckpointFormat,
+    training: dict[str, Any],
+    final: Path,
+    keep: int | None,
+    *,
+    non_blocking: bool,
+) -> None:
+    """Let rank 0 write the whole ``states`` and then ``training.pt``, in the background on a thread of rank 0. Collective."""
+    group, what, temporary = world_group(), f"saving {final}", _unfinished(final)
+    targets = {name: part_of(temporary, name, chosen) for name in states}
+
+    def finish() -> None:
+        training["files"].update({path.name: file_checksum(path) for path in targets.values() if path.is_file()})
+        _write(temporary / TRAINING, training)
+        publish(temporary, final, keep)
+
+    if not non_blocking:
+        for name, state in states.items():
+            save_file(state, targets[name], what, chosen)
+        with collective_section(group, what):
+            if group.rank == 0:
+                finish()
+        return
+    copies: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, state in states.items():
+        with collective_section(group, what):
+            copies[name] = list(state.tensors(keep=group.rank == 0))
+    with collective_section(group, what):
+        training = copy.deepcopy(training)
+
+    def write() -> None:
+        with _removed_on_failure(temporary):
+            for name, tensors in copies.items():
+                write_checkpoint(targets[name], chosen, states[name].index, tensors)
+            finish()
+
+    if group.rank == 0:
+        start_save(what, write)
+
+
+def _unfinished(final: Path) -> Path:
+    return final.with_name(final.name + UNFINISHED)
 
 
 def _index_checksums(folder: Path) -> dict[str, str | None]:

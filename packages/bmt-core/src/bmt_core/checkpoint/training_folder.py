@@ -1,5 +1,7 @@
 """The directory of a training's checkpoints: ``step-N``, each with ``model`` and ``training.pt``, and the file ``latest``.
 
+In a format that the program chose, ``model`` has that format's suffix.
+
 All functions are for one rank, and communicate nothing.
 """
 
@@ -9,11 +11,14 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bmt_core.checkpoint.atomic import cannot_write, previous_of, publish_directory, replacing
 from bmt_core.checkpoint.directory_reader import INDEX_FILE, INDEX_SUFFIX
+from bmt_core.checkpoint.format import CheckpointFormat
+from bmt_core.checkpoint.format_choice import choose_format
 from bmt_core.checkpoint.manager_state import LOGICAL, NONE, PER_RANK
 from bmt_core.checkpoint.torch_file import archive_checksum, read_torch_file
 from bmt_core.errors import CheckpointError
@@ -66,8 +71,9 @@ def read_training(folder: Path) -> dict[str, Any]:
         "optimizer": isinstance(kind := training["optimizer"], str) and kind in (NONE, LOGICAL, PER_RANK),
         "optimizer_state": (training["optimizer_state"] is None) == (kind != LOGICAL),
         "files": isinstance(training["files"], dict),
+        "format": isinstance(training.get("format", ""), str | None),
     }
-    wrong = [f"{name} = {str(training[name])[:40]!r}" for name, is_right in fits.items() if not is_right]
+    wrong = [f"{name} = {str(training.get(name))[:40]!r}" for name, is_right in fits.items() if not is_right]
     if wrong:
         raise CheckpointError(f"{path} is damaged: {', '.join(wrong)}. Use another checkpoint.")
     for name, checksum in training["files"].items():
@@ -78,6 +84,17 @@ def read_training(folder: Path) -> dict[str, Any]:
                 " Copy the whole directory again."
             )
     return training
+
+
+def format_of(training: Mapping[str, Any]) -> CheckpointFormat | None:
+    """Return the format of the model and the optimizer's tensors; None for directories of safetensors, which all ranks write."""
+    name = training.get("format")  # earlier versions had no other format
+    return None if name is None else choose_format(Path(), name)
+
+
+def part_of(folder: Path, name: str, form: CheckpointFormat | None) -> Path:
+    """Return the file or directory ``name`` (model or optimizer) of the checkpoint ``folder`` in format ``form``."""
+    return folder / (name if form is None else name + (form.suffixes[0] if form.suffixes else f".{form.name}"))
 
 
 def file_checksum(path: Path) -> str | None:
@@ -154,9 +171,11 @@ def _named_by_latest(folder: Path) -> Path | None:
 def _complete(folder: Path) -> Path | None:
     # The second candidate exists if the program died in publish_directory.
     candidates = (folder, previous_of(folder))
-    return next(
-        (path for path in candidates if (path / TRAINING).is_file() and (path / MODEL / INDEX_FILE).is_file()), None
-    )
+    return next((path for path in candidates if (path / TRAINING).is_file() and _has_model(path)), None)
+
+
+def _has_model(folder: Path) -> bool:
+    return (folder / MODEL / INDEX_FILE).is_file() or any(folder.glob(f"{MODEL}.*"))
 
 
 def _raise_incomplete(named: Path) -> Path:

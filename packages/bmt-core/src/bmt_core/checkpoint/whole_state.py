@@ -6,7 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,9 +22,11 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import CheckpointError
+from bmt_core.params.equal_layouts import LayoutSummary, ParameterLayout, all_own_axes
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.parameter_holders import axes_of_owners, first_holders, own_axes
+from bmt_core.params.parameter_holders import first_holders, own_axes
 from bmt_core.params.uninitialized import has_values
+from bmt_core.run.equal_values import DECLARE_LOCAL
 from bmt_core.run.runtime import current, is_initialized
 
 Value = torch.Tensor | TensorPart
@@ -87,10 +89,10 @@ class LocalState:
         entries = {name: TensorEntry(shape=v.shape, dtype=v.dtype, source=name) for name, v in values.items()}
         return cls(entries, {}, values)
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters that tell how each value is distributed over ranks."""
-        return [_like(value) for value in self.values.values()]
+    @cached_property
+    def layout(self) -> ParameterLayout:
+        """The parameters that are the values, or that tell how each value is distributed over ranks."""
+        return ParameterLayout((name, _like(value)) for name, value in self.values.items())
 
     def report(self) -> Report:
         extra = {name: entry for name, entry in self.entries.items() if not isinstance(entry, TensorEntry)}
@@ -142,10 +144,13 @@ class WholeState:
     Ranks may hold different tensors, as pipeline stages do.
     """
 
-    def __init__(self, local: LocalState, what: str) -> None:
-        """Make the index. Collective. If that fails on one rank, all ranks raise an error that names ``what``."""
+    def __init__(self, local: LocalState, what: str, summaries: Sequence[LayoutSummary]) -> None:
+        """Make the index. ``summaries`` are the ``local.layout.summary`` of all ranks.
+
+        Collective. If that fails on one rank, all ranks raise an error that names ``what``.
+        """
         self._values = local.values
-        self._group, self._first_owners = _owners(local)
+        self._group, self._first_owners = _owners(local, what, summaries)
         if self._group.size == 1:  # on every rank, because each has all tensors; there is nothing to compare
             self._holders = dict.fromkeys(local.entries, 0)
             self.index = Index(entries=local.entries, metadata=local.metadata)
@@ -262,11 +267,16 @@ def _like(value: Value) -> torch.Tensor:
     return value.parameter if isinstance(value, TensorPart) else value
 
 
-def _owners(local: LocalState) -> tuple[Group, Sequence[int]]:
-    """Return this rank's group of ranks that together hold the whole model, and the ranks of rank 0's such group. Collective."""
+def _owners(local: LocalState, what: str, summaries: Sequence[LayoutSummary]) -> tuple[Group, Sequence[int]]:
+    """Return this rank's group of ranks that together hold the whole model, and the ranks of rank 0's such group.
+
+    Raises :class:`CheckpointError`, which names ``what``, if ranks that should have the same parameters have not.
+    """
+    if difference := local.layout.difference(summaries):
+        raise CheckpointError(f"{what}: {difference} {DECLARE_LOCAL}")
     if not is_initialized():
         return SingleGroup(0), (0,)
-    axes, topology = axes_of_owners(local.parameters), current().topology
+    axes, topology = all_own_axes(summaries), current().topology
     return topology.group(axes), topology.ranks(axes)[0]
 
 

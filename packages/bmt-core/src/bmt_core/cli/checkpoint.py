@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from bmt_core.checkpoint import CheckpointReader, TensorEntry
 from bmt_core.checkpoint.format import ForeignEntry
-from bmt_core.checkpoint.format_choice import choose_format, open_checkpoint
+from bmt_core.checkpoint.format_choice import choose_known_format, open_checkpoint
 from bmt_core.checkpoint.manager_state import OPTIMIZER, rank_file
 from bmt_core.checkpoint.saving import write_checkpoint
 from bmt_core.checkpoint.torch_file import read_torch_file
-from bmt_core.checkpoint.training_folder import MODEL, TRAINING, find_checkpoint, latest, read_training
+from bmt_core.checkpoint.training_folder import (
+    MODEL,
+    TRAINING,
+    find_checkpoint,
+    format_of,
+    latest,
+    part_of,
+    read_training,
+)
+from bmt_core.cli.checkpoint_diff import tensor_differences, training_differences
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.errors import CheckpointError
 
@@ -63,8 +71,9 @@ def verify(path: Path) -> None:
     with ExitStack() as opened:
         readers = [opened.enter_context(closing(_open(path)))]
         if training is not None and folder is not None:
-            if (folder / OPTIMIZER).is_dir():
-                readers.append(opened.enter_context(closing(open_checkpoint(folder / OPTIMIZER))))
+            form = format_of(training)
+            if (tensors := part_of(folder, OPTIMIZER, form)).exists():
+                readers.append(opened.enter_context(closing(open_checkpoint(tensors, form))))
             for file in sorted(folder.glob(rank_file("*"))):
                 read_torch_file(file)
         for reader in readers:
@@ -79,7 +88,7 @@ def verify(path: Path) -> None:
 @click.argument("target", type=_PATH)
 def convert(source: Path, target: Path) -> None:
     """Write the model in SOURCE to TARGET, in the format of its suffix (.dcp: a directory for torch.distributed.checkpoint)."""
-    chosen = choose_format(target)
+    chosen = choose_known_format(target)
     if target.is_dir() and not chosen.is_directory:
         raise click.UsageError(f"{target} is a directory. Name a file, such as {target / 'model.safetensors'}.")
     with closing(_open(source)) as reader:
@@ -91,31 +100,35 @@ def convert(source: Path, target: Path) -> None:
         reader.verify(0, 1)
         tensors = ((entry.source, reader.read(entry.source)) for entry in _own_tensors(reader))
         write_checkpoint(target, chosen, reader.index, tensors)
+        click.echo(f"The model of {source} is in {target}: {len(reader.index.entries)} entries, format {chosen.name}.")
 
 
 @checkpoint.command()
 @click.argument("one", type=_PATH)
 @click.argument("other", type=_PATH)
 def diff(one: Path, other: Path) -> None:
-    """Compare the tensors of two checkpoints. Exit status 1 if they differ."""
-    differences = []
+    """Compare two models, and of two trainings also their optimizers and the rest. Exit status 1 if they differ."""
+    folders = _training_folder(one), _training_folder(other)
     with closing(_open(one)) as first, closing(_open(other)) as second:
-        names = [list(reader.index.entries) for reader in (first, second)]
-        differences += [f"{name}: only in {one}" for name in names[0] if name not in second.index.entries]
-        differences += [f"{name}: only in {other}" for name in names[1] if name not in first.index.entries]
-        for name in names[0]:
-            if name in second.index.entries:
-                differences += _compare(name, first, second)
+        differences = list(tensor_differences(first, second, (one, other)))
+    if folders[0] is not None and folders[1] is not None:
+        differences += training_differences(folders[0], folders[1])
     for line in differences:
         click.echo(line)
     if differences:
         raise SystemExit(1)
-    click.echo("Equal.")
+    trainings = [str(path) for path, folder in zip((one, other), folders, strict=True) if folder is not None]
+    click.echo(
+        "Equal." if len(trainings) != 1 else f"The models are equal. {trainings[0]} also holds a training's state."
+    )
 
 
 def _open(path: Path) -> CheckpointReader:
-    folder = _training_folder(path)
-    return open_checkpoint(path if folder is None else folder / MODEL)
+    training, folder = _training_of(path), _training_folder(path)
+    if training is None or folder is None:
+        return open_checkpoint(path)
+    form = format_of(training)
+    return open_checkpoint(part_of(folder, MODEL, form), form)
 
 
 def _training_of(path: Path) -> dict[str, Any] | None:
@@ -131,18 +144,3 @@ def _own_tensors(reader: CheckpointReader) -> Iterator[TensorEntry]:
     for name, entry in reader.index.entries.items():
         if isinstance(entry, TensorEntry) and entry.source == name:
             yield entry
-
-
-def _compare(name: str, first: CheckpointReader, second: CheckpointReader) -> list[str]:
-    entries = [reader.index.entries[name] for reader in (first, second)]
-    if not all(isinstance(entry, TensorEntry) for entry in entries):
-        return []
-    kinds = [f"{str(entry.dtype).removeprefix('torch.')}{tuple(entry.shape)}" for entry in entries]
-    if kinds[0] != kinds[1]:
-        return [f"{name}: {kinds[0]} and {kinds[1]}"]
-    values = [reader.read(entry.source) for reader, entry in zip((first, second), entries, strict=True)]
-    as_bytes = [value.contiguous().view(-1).view(torch.uint8) for value in values]
-    if torch.equal(*as_bytes):
-        return []
-    wide = [value.to(torch.complex128 if value.is_complex() else torch.float64) for value in values]
-    return [f"{name}: differs by up to {(wide[0] - wide[1]).abs().max().item():.3g}"]

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from bmt_core.cli.environment import Machine, examine_environment
 from bmt_core.cli.output import make_console, make_table, styled
+from bmt_core.cli.requirements import unmet_requirements
 from bmt_core.errors import BmtError
 from bmt_core.ops import OPERATIONS, KernelProvider, Kernels, by_priority, choose_kernels
 from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
@@ -198,9 +199,12 @@ def _kernel_state(provider: type[KernelProvider], active_for: list[str] | None, 
 
 
 def _report_plugins(report: Report, registry: Registry) -> None:
-    rows: list[tuple[str, ...]] = [
-        (info.name, "ok", f"{info.distribution} {info.version}".strip()) for info in registry.describe()
-    ]
+    rows: list[tuple[str, ...]] = []
+    for info in registry.describe():
+        unmet = list(unmet_requirements(info.distribution)) if info.distribution else []
+        remedy = ". Install what it needs, or another version of it." if unmet else ""
+        state = "; ".join([f"{info.distribution} {info.version}".strip(), *unmet]) + remedy
+        rows.append((info.name, "error" if unmet else "ok", state))
     rows += [(name, "", "turned off by BMT_DISABLE_PLUGINS") for name in registry.disabled]
     rows += [("", "error", str(problem)) for problem in registry.examine()]
     report.table("Plugins", rows, ("plugin", "", ""))
@@ -209,9 +213,10 @@ def _report_plugins(report: Report, registry: Registry) -> None:
 def _report_grid(report: Report, registry: Registry) -> None:
     rows = [(DATA_AXIS.name, "", "the ranks that the other axes leave")]
     try:
-        always = {axis.name for axis in registry.mesh_axes(RunSettings())}
+        always = {axis.name for axis in registry.mesh_axes(RunSettings()) if axis.size > 1}
         for axis in registry.mesh_axes(settings_of_all_axes()):
-            in_words = "in every run" if axis.name in always else f"asked for by {argument_for(axis.name)}"
+            asked_by = "axis_sizes" if axis.size == 1 else argument_for(axis.name)
+            in_words = "in every run" if axis.name in always else f"asked for by {asked_by}"
             rows.append((axis.name, "", in_words))
     except BmtError as problem:
         rows.append(("", "error", str(problem)))

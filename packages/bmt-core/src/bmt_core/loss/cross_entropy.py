@@ -20,7 +20,12 @@ from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.ops import HostFlag
 from bmt_core.run.bmtrain_names import TENSOR_AXIS
 from bmt_core.run.runtime import current, is_initialized
+from bmt_core.run.same_data import Occasions, check_same
 
+_SAME_ROWS = (
+    "With parallel=True each has a slice of the vocabulary for the same rows. Choose a rank's data by"
+    " current().topology.data_rank and data_size; if each has rows of its own, gather the targets of all."
+)
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -39,7 +44,8 @@ class FusedCrossEntropy(torch.nn.Module):
     targets on each; ``weight`` is that of the whole vocabulary. Every tp rank returns the same loss, and its gradient is that of
     its own slice. Collective over the tp group. In a run without tensor parallelism, and without a run, it changes nothing.
 
-    A target out of range raises :class:`IndexError`, on CUDA in a later pass: see [Note: targets out of range].
+    A target out of range raises :class:`IndexError`, on CUDA in a later pass: see [Note: targets out of range]. Targets that differ
+    between tp ranks raise ``ValueError`` on all of them; they are compared in the first calls and now and then.
 
     >>> loss = FusedCrossEntropy()
     >>> loss(torch.tensor([[0.0, 0.0]], dtype=torch.bfloat16), torch.tensor([1]))
@@ -67,6 +73,7 @@ class FusedCrossEntropy(torch.nn.Module):
         self.label_smoothing = label_smoothing
         self.parallel = parallel
         self._alarms = _Alarms()
+        self._occasions = Occasions()
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of ``logits`` (N, C) against the class indices ``target`` (N,)."""
@@ -74,6 +81,9 @@ class FusedCrossEntropy(torch.nn.Module):
         vocabulary = self._vocabulary(logits)
         self._check(logits, target, vocabulary)
         target = target.detach().long()
+        if vocabulary.group is not None and self._occasions.has_come():
+            named = [("targets", target)]
+            check_same(named, vocabulary.group, tolerance=0, what="targets of FusedCrossEntropy", advice=_SAME_ROWS)
         is_ignored = target == self.ignore_index
         is_wrong = ~is_ignored & ((target < 0) | (target >= vocabulary.size))
         self._alarms.add(is_wrong, target, vocabulary.size)

@@ -21,6 +21,7 @@ class DistributedModule(nn.Module):
 
     Reading an attribute that is a :class:`DistributedParameter` gives the whole tensor, gathered (collective; once
     per call of the outermost module, however often it is read). Inside a Block it is what the Block put there.
+    A constructor may write to what it reads (``self.weight.data[0].zero_()``): see :mod:`bmt_core.modules.gathered_copy`.
     ``parameters()`` gives the local parts; ``state_dict()`` whole tensors (collective), ``load_state_dict()`` takes
     them. ``repr`` communicates nothing.
     """

@@ -1,7 +1,8 @@
-"""``GatheredCopy``: the read-only copy of a whole parameter that code gets by reading the parameter outside of a forward.
+"""``GatheredCopy``: the copy of a whole parameter that code gets by reading the parameter outside of a forward.
 
-``model.head.weight`` gathers a temporary copy. A write to it, such as ``torch.nn.init.zeros_(model.head.weight)`` in plain torch,
-would be lost, so it raises.
+``model.head.weight`` gathers a temporary copy. A constructor may write to it as in plain torch: ``self.weight.data[0].zero_()``, or
+``torch.nn.init.zeros_(model.head.weight)``. Until the parameter is trained, such a write takes effect: every rank makes it, and
+keeps its part of the result. Later it raises: an optimizer may have changed the parameter since the copy was gathered.
 """
 
 from __future__ import annotations
@@ -13,19 +14,57 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.nested import map_tensors, tensors_in
+from bmt_core.params.parameter import DistributedParameter
 from bmt_core.torch_internals import storage_key, without_torch_functions
 
 _SETTERS = ("__set__", "requires_grad_")
 
 
+class _Source:
+    """The parameter that ``whole`` was gathered from. Copies, which are views of ``whole``, refer to it, and it to none of them."""
+
+    def __init__(self, parameter: DistributedParameter, whole: torch.Tensor) -> None:
+        self._parameter = parameter
+        self._whole = whole
+        self._graph = whole.grad_fn
+        self._version = parameter._version
+
+    def write_back(self, what: str) -> None:
+        """Copy this rank's part of the copy, to which ``what`` has written, to the parameter; raise if that would be wrong."""
+        parameter = self._parameter
+        if self._whole.grad_fn is not self._graph:
+            raise ConfigError(
+                f"{what} would write to {parameter.description} while autograd records it. Write inside torch.no_grad(), or to"
+                " its .data, as in plain torch."
+            )
+        if parameter.whole_shape != parameter.full_shape:
+            raise ConfigError(
+                f"{what} would write to this rank's slice of {parameter.description}, of which each rank has another one. Let an"
+                " init_method of the DistributedParameter write, which init_parameters(model) calls with the whole tensor, or write"
+                " inside whole_parameters(module)."
+            )
+        if not parameter.is_untrained:
+            _refuse(what)
+        if parameter._version != self._version:
+            raise ConfigError(
+                f"{what} would write to a gathered copy of {parameter.description} that is out of date: the parameter has changed"
+                " since it was read. Read it again from its module before you write."
+            )
+        with torch.no_grad():
+            parameter.detach().copy_(parameter.local_part(self._whole.detach()))
+        self._version = parameter._version
+
+
 class GatheredCopy(torch.Tensor):
-    """A copy of a whole parameter, or a view of one. Results computed from it are ordinary tensors; a write to it raises."""
+    """A copy of a whole parameter, or a view of one. Results computed from it are ordinary tensors."""
+
+    _source: _Source
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``func``. Raises :class:`ConfigError` if it has written to a copy; returns views of a copy as copies."""
+        """Call ``func``; return views of a copy as copies. If it has written to a copy, so does the parameter, or this raises."""
         kwargs = kwargs or {}
         copies = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, GatheredCopy)]
         name = getattr(func, "__name__", str(func))
@@ -34,10 +73,11 @@ class GatheredCopy(torch.Tensor):
         with without_torch_functions():
             versions = [copy._version for copy in copies]
             result = func(*args, **kwargs)
-            if versions != [copy._version for copy in copies]:
-                _refuse(f"{name}()")
-            keys = {storage_key(copy) for copy in copies}
-            return map_tensors(lambda tensor: _as_copy(tensor, keys), result)
+            for copy, version in zip(copies, versions, strict=True):
+                if copy._version != version:
+                    copy._source.write_back(f"{name}()")
+            sources = {storage_key(copy): copy._source for copy in copies}
+            return map_tensors(lambda tensor: _as_copy(tensor, sources), result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied: torch.Tensor = memo.setdefault(id(self), self.detach().clone())
@@ -47,9 +87,11 @@ class GatheredCopy(torch.Tensor):
         return _ordinary(self.detach()).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def as_gathered_copy(whole: torch.Tensor) -> torch.Tensor:
-    """Return ``whole`` as a :class:`GatheredCopy`; as it is where torch does not count writes, in inference mode."""
-    return whole if whole.is_inference() or whole.is_meta else whole.as_subclass(GatheredCopy)
+def as_gathered_copy(whole: torch.Tensor, parameter: DistributedParameter) -> torch.Tensor:
+    """Return ``whole``, gathered from ``parameter``, as a copy; as it is where torch does not count writes, in inference mode."""
+    if whole.is_inference() or whole.is_meta:
+        return whole
+    return _copy_of(whole, _Source(parameter, whole))
 
 
 def refuse_written(shape: torch.Size) -> NoReturn:
@@ -60,9 +102,15 @@ def refuse_written(shape: torch.Size) -> NoReturn:
     )
 
 
-def _as_copy(tensor: torch.Tensor, keys: set[int]) -> torch.Tensor:
-    is_view = type(tensor) is torch.Tensor and tensor.layout is torch.strided and storage_key(tensor) in keys
-    return tensor.as_subclass(GatheredCopy) if is_view else tensor
+def _as_copy(tensor: torch.Tensor, sources: Mapping[int, _Source]) -> torch.Tensor:
+    is_view = type(tensor) is torch.Tensor and tensor.layout is torch.strided and storage_key(tensor) in sources
+    return _copy_of(tensor, sources[storage_key(tensor)]) if is_view else tensor
+
+
+def _copy_of(tensor: torch.Tensor, source: _Source) -> GatheredCopy:
+    copy = tensor.as_subclass(GatheredCopy)
+    copy._source = source
+    return copy
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +121,7 @@ def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
         f"{what} would write to a gathered copy of a sharded parameter, and the write would be lost. The parameters themselves, of"
-        " which each rank has a part, are in model.named_parameters(): set requires_grad there. To set whole values, use"
-        " model.load_state_dict(values, strict=False), bmt's load(), or init_parameters(model). To compute with a changed copy,"
-        " clone() it."
+        " which each rank has a part, are in model.named_parameters(): set requires_grad there. Values may be written before the"
+        " model is trained. Later set whole values inside whole_parameters(module), or by model.load_state_dict(values,"
+        " strict=False) or bmt's load(). To compute with a changed copy, clone() it."
     )

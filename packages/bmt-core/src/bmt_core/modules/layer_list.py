@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, overload
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 from torch import nn
 
 from bmt_core.modules.outermost_call import module_call
 from bmt_core.params.uninitialized import require_values
+
+
+@runtime_checkable
+class ChangesLayout(Protocol):
+    """A layer of which another package knows where hidden states have the batch, as a plan for tensor parallelism does."""
+
+    @property
+    def _bmt_batch_dims(self) -> tuple[int, int]:
+        """The dim of the batch in the hidden states that the layer gets, and in those that it returns."""
+
 
 States = list[tuple[Any, ...]]
 """The hidden states that each layer was called with."""

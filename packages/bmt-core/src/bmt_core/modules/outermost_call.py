@@ -136,7 +136,7 @@ def gather_once(parameter: DistributedParameter) -> torch.Tensor:
     if _call.reads_parts:
         return parameter
     if _call.depth == 0:
-        return as_gathered_copy(parameter.gather())
+        return as_gathered_copy(parameter.gather(), parameter)
     key = id(parameter), torch.is_grad_enabled() and parameter.requires_grad, torch.is_inference_mode_enabled()
     found = _call.gathered.get(key)
     if found is None or found.version != parameter._version:
@@ -180,6 +180,7 @@ def _read_parameters() -> list[DistributedParameter]:
 
 @never_compiled
 def _begin(module: nn.Module) -> list[CallEnd]:
+    current().first_values.compare()
     return [observer(module) for observer in current().call_observers]
 
 

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.random_fills import INITIALISE_INSTEAD, PartData
+from bmt_core.params.part_data import PartData
+from bmt_core.params.random_fills import INITIALISE_INSTEAD
 from bmt_core.run.runtime import Runtime
 from bmt_core.torch_internals import before_clipping, before_fsdp, before_rules_of_shape, call_before
 

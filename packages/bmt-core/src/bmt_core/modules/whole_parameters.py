@@ -26,19 +26,16 @@ class _Lent:
         return (parameter._version, storage_key(parameter)) != (self.version, self.memory)
 
 
-_lent_now: set[DistributedParameter] = set()
-
-
 def _lend(parameter: DistributedParameter, data: torch.Tensor) -> _Lent:
     part = parameter.data
     set_data_silently(parameter, data)
-    _lent_now.add(parameter)
+    parameter._is_lent = True
     return _Lent(part, parameter._version, storage_key(parameter))
 
 
 def _take_back(parameter: DistributedParameter, lent: _Lent) -> None:
     set_data_silently(parameter, lent.part)
-    _lent_now.discard(parameter)
+    parameter._is_lent = False
 
 
 @contextmanager
@@ -61,9 +58,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
             " Leave it out there."
         )
     # A parameter that is lent already belongs to an outer whole_parameters(), which will take it back.
-    named = {
-        p: name for name, p in module.named_parameters() if isinstance(p, DistributedParameter) and p not in _lent_now
-    }
+    named = {p: name for name, p in module.named_parameters() if isinstance(p, DistributedParameter) and not p._is_lent}
     empty = [name for parameter, name in named.items() if not has_values(parameter)]
     if empty:
         raise ConfigError(
@@ -109,7 +104,7 @@ def whole_shapes(module: nn.Module) -> Iterator[None]:
     lent = {
         p: _lend(p, torch.empty((), dtype=p.dtype, device=p.device).expand(p.whole_shape))
         for p in module.parameters()
-        if isinstance(p, DistributedParameter) and p not in _lent_now
+        if isinstance(p, DistributedParameter) and not p._is_lent
     }
     try:
         with reading_parts():

@@ -23,13 +23,16 @@ from bmt_core.comm.autograd import AllGather, gather_stacked
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
+from bmt_core.params.gradient_comparison import GradientComparison
 from bmt_core.params.gradient_sum import GradientSum
 from bmt_core.params.owner import OwnerReference, owner_of
-from bmt_core.params.random_fills import NoRandomFills, PartData
+from bmt_core.params.part_data import PartData
+from bmt_core.params.part_indices import NoPartIndices
+from bmt_core.params.random_fills import NoRandomFills
 from bmt_core.params.shard import Shard, even_ranges, ranges_within
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
 from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
-from bmt_core.run.locality import Locality, check_locality
+from bmt_core.run.locality import Locality, check_locality, local_axes_of
 from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
     accumulates,
@@ -44,7 +47,7 @@ from bmt_core.torch_internals import (
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter):
+class DistributedParameter(NoRandomFills, NoPartIndices, OldParameterNames, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
     Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its part; nothing is
@@ -76,7 +79,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
     _initialized: bool
     _shared: bool
     _flat_index: int | None
-    _is_lent = False  # whole, or a placeholder, while the model is initialised
+    _is_lent = False  # whole, or a placeholder, inside whole_parameters() or while the model is initialised
 
     def __new__(
         cls,
@@ -99,6 +102,8 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         self._set_place(shard, init_method, checked, label)
         if not has_values(data):
             mark_uninitialized(self)
+        else:
+            note_first_values(self, data)
         return self
 
     @property
@@ -149,6 +154,16 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
             return not self._is_lent
         local = [place.axis for place in self.locality if place.is_own or place.split_dim is not None]
         return bool(local) and is_initialized() and any(current().topology.axis_size(axis) > 1 for axis in local)
+
+    @property
+    def is_indexable(self) -> bool:
+        """Whether an index selects the same elements as in the whole tensor; a part is flat and begins anywhere."""
+        return self._is_lent or (not self.is_sharded and self.shape == self.whole_shape)
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether only user code can have changed it: it never had a gradient, and no owner gathers it for a forward."""
+        return self.owner_reference is None and self._sum is None and self.grad is None
 
     @property
     def replicas(self) -> int:
@@ -229,7 +244,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
     def saved_elements(self) -> tuple[slice, list[tuple[int, int]]]:
         """Return the elements that this rank writes to a checkpoint; all ranks together write every element once.
 
-        They are a slice of :attr:`data`, and the consecutive ranges of these elements in the flattened tensor of
+        They are a slice of this rank's part, ``detach()``, and the consecutive ranges of these elements in the flattened tensor of
         :attr:`whole_shape`. Communicates nothing.
         """
         topology = current().topology
@@ -274,9 +289,10 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
 
     @property
     def data(self) -> torch.Tensor:
-        """The local part; writes through it are seen: see [Note: aliasing]. Random fills raise: see :class:`NoRandomFills`."""
+        """The local part; writes through it are seen: see [Note: aliasing]. It refuses some of them: see :class:`PartData`."""
         self.wait_for_updates()
-        return self.detach().as_subclass(PartData) if self.is_part else self.detach()
+        part = self.detach()
+        return PartData.of(self, part) if self.is_part or not self.is_indexable else part
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -358,6 +374,7 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         self._in_block = False
         self.owner_reference = None
         self._sum: GradientSum | None = None
+        self._comparison: GradientComparison | None = None
         self._set_history((False, False, None, False))
 
     def wait_for_updates(self) -> None:
@@ -375,6 +392,12 @@ class DistributedParameter(NoRandomFills, OldParameterNames, torch.nn.Parameter)
         self._initialized, self._shared, self._flat_index, is_uninitialized = history
         if is_uninitialized:
             mark_uninitialized(self)
+
+    def _check_own_gradient(self, grad: torch.Tensor) -> None:
+        """Compare ``grad``, the whole gradient that this rank has computed: see :class:`GradientComparison`. Collective."""
+        if self._comparison is None:
+            self._comparison = GradientComparison()
+        self._comparison.check([self], lambda: [grad])
 
     def _gradient_sum(self) -> GradientSum:
         if self._sum is None:
@@ -430,6 +453,16 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     return result
 
 
+def note_first_values(parameter: DistributedParameter, full: torch.Tensor) -> None:
+    """Note the values of ``full``, of :attr:`full_shape`, of which the new ``parameter`` keeps this rank's part."""
+    runtime = current()
+    group = parameter.shard_group
+    whole_along = {place.axis for place in parameter.locality if place.gradients == "whole"}
+    if whole_along and group.ranks == runtime.topology.shard_group(parameter.local_axes).ranks:
+        group = runtime.topology.shard_group(parameter.local_axes - whole_along)
+    runtime.first_values.note(parameter, full, group)
+
+
 def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:
     """Return a copy on ``device`` of this rank's part of ``data``; uninitialised memory if ``data`` is on the meta device."""
     if data.is_meta:
@@ -472,14 +505,16 @@ class _Gather(torch.autograd.Function):
             return full.detach()
         with call_purpose(f"for {parameter.description}"):
             full = parameter._shard.assemble(part.detach())
-        # With one rank it would be the part itself: a write to a gathered tensor must not depend on the number of ranks.
-        return full.clone() if storage_key(full) == storage_key(part) else full
+        # A write to a gathered tensor must not depend on the number of ranks: with one rank it would be the part itself, and with
+        # several a view, into which autograd lets nobody write.
+        return full.clone() if storage_key(full) == storage_key(part) else full.data
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         parameter: DistributedParameter = ctx.parameter
         grad = grads[0].to_dense() if grads[0].is_sparse else grads[0]
+        parameter._check_own_gradient(grad)
         with call_purpose(f"for the gradient of {parameter.description}"):
             reduced = parameter._shard.reduce(grad, current().gradient_divisor)
         return take_now(parameter, reduced), None, None
@@ -531,11 +566,6 @@ _own_along: ContextVar[tuple[str, ...]] = ContextVar("own_along", default=())
 def _made_local(locality: tuple[Locality, ...], axes: Iterable[str]) -> tuple[Locality, ...]:
     known = {place.axis for place in locality}
     return locality + tuple(Locality(axis) for axis in dict.fromkeys(axes) if axis not in known)
-
-
-def local_axes_of(locality: Iterable[Locality]) -> frozenset[str]:
-    """Return the axes along which a parameter of this locality is not sharded."""
-    return frozenset(place.axis for place in locality if not place.is_sharded)
 
 
 def _checked_group(group: Group | None, local_axes: frozenset[str]) -> Group:

@@ -66,25 +66,6 @@ class NoRandomFills:
         return getattr(torch.Tensor, name)(self, *args, **kwargs)
 
 
-class PartData(NoRandomFills, torch.Tensor):
-    """The ``.data`` of a part: a tensor that refuses random fills. Operations on it return ordinary tensors."""
-
-    __torch_function__ = torch.nn.Parameter.__torch_function__
-
-    is_part = property(lambda self: True)
-
-    def detach(self) -> PartData:
-        """Return a view of the same class: ``nn.Parameter(p.data)`` requires that ``detach()`` keeps the class."""
-        return super().detach().as_subclass(PartData)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied: torch.Tensor = memo.setdefault(id(self), self.clone())
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
 def _refuse(name: str) -> NoReturn:
     raise ConfigError(
         f"{name}() would fill a part of a sharded parameter, and every rank would draw the same numbers for its part."

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
+from bmt_core.run.runtime import current
+from bmt_core.run.topology import DATA_AXIS
 
 # The attribute's value: of a tensor, its version when it was marked; of a module, True if its first call checks it.
 _MARK: Final = "_bmt_uninitialized"
@@ -36,6 +38,16 @@ def has_values(tensor: torch.Tensor) -> bool:
         return mark is None
     delattr(tensor, _MARK)  # copies would inherit the mark, and count their versions anew
     return True
+
+
+def note_first_buffers(modules: Iterable[nn.Module]) -> None:
+    """Note the values of the buffers of ``modules``, so that the first call finds out if data-parallel ranks begin with others."""
+    run = current()
+    group = run.topology.group((DATA_AXIS.name,))
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and has_values(buffer):
+                run.first_values.note(buffer, buffer, group, f"the buffer {type(module).__name__}.{name}")
 
 
 def fill_with_nan(tensor: torch.Tensor) -> torch.Tensor:

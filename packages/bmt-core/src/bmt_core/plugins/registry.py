@@ -155,7 +155,11 @@ class Registry:
             info = replace(info, distribution=metadata["Name"], version=metadata["Version"])
         try:
             plugin = entry.load()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except (
+            BaseException
+        ) as error:  # a script as a plugin may call sys.exit(), which would end this rank without a word
             raise PluginError(
                 f"The {info.title} cannot be imported from {entry.value}: {type(error).__name__}: {error}. "
                 f"Repair or uninstall it, or turn it off: {DISABLE_VARIABLE}={entry.name}"
@@ -180,9 +184,9 @@ class Registry:
         # Not through pluggy, which calls in another order and does not tell which plugin returned a value.
         try:
             return implementation.function(*(arguments[name] for name in implementation.argnames))
-        except BmtError:
+        except (BmtError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             title = self._infos[implementation.plugin_name].title
             raise PluginError(f"The {title} failed in {hook}(): {type(error).__name__}: {error}") from error
 

@@ -32,15 +32,42 @@ def argument_for(axis: str) -> str:
     return _ARGUMENTS[axis][0] if axis in _ARGUMENTS else f"the size of {axis!r}"
 
 
+def how_to_declare_whole(axis: str) -> str:
+    """Return the call, for errors, that declares that each rank along ``axis`` computes a module whole.
+
+    >>> how_to_declare_whole("tp"), how_to_declare_whole("expert")
+    ('bmt_tp.whole(module)', "set_locality(module, Locality('expert', gradients='whole'))")
+    """
+    if axis == TENSOR_AXIS:
+        return "bmt_tp.whole(module)"
+    return f"set_locality(module, Locality({axis!r}, gradients='whole'))"
+
+
+def how_to_split(axis: str) -> str:
+    """Return the call, for errors, that splits a model over the ranks along ``axis``.
+
+    >>> how_to_split("tp"), how_to_split("expert")
+    ('bmt_tp.parallelize(model)', "parameters with Locality('expert', split_dim=...)")
+    """
+    return "bmt_tp.parallelize(model)" if axis == TENSOR_AXIS else f"parameters with Locality({axis!r}, split_dim=...)"
+
+
 def settings_of_all_axes() -> RunSettings:
     """Return settings that ask for every axis with an argument, to find out which of these axes plugins provide."""
     return RunSettings(tp_size=2, pipe_size=2)
 
 
 def check_axes_are_provided(settings: RunSettings, axes: Iterable[MeshAxis]) -> None:
-    """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not among ``axes``."""
+    """Raise :class:`ConfigError` if ``tp_size`` or ``pipe_size`` asks for an axis that is not among ``axes``.
+
+    The sizes of these two have no other argument.
+    """
     provided = {axis.name for axis in axes}
     for name, (argument, package) in _ARGUMENTS.items():
+        if name in settings.axis_sizes:
+            raise ConfigError(
+                f"The size of the axis {name!r} is the argument {argument}: pass it there, not in axis_sizes."
+            )
         size = getattr(settings, argument)
         if size > 1 and name not in provided:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -101,6 +101,11 @@ class Locality:
         lengths = [section // len(slices) for section in self.sections]
         parts = zip(*[torch.split(part, lengths, self.split_dim) for part in slices], strict=True)
         return torch.cat([piece for section in parts for piece in section], self.split_dim)
+
+
+def local_axes_of(locality: Iterable[Locality]) -> frozenset[str]:
+    """Return the axes along which a parameter of this locality is not sharded."""
+    return frozenset(place.axis for place in locality if not place.is_sharded)
 
 
 def check_locality(locality: Sequence[Locality], dims: int) -> tuple[Locality, ...]:

@@ -6,7 +6,7 @@ import atexit
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -20,12 +20,14 @@ from bmt_core.comm.call_check import CallCheck
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.ops import Kernels, choose_kernels
+from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from bmt_core.plugins import Registry, compare_across_ranks
 from bmt_core.plugins.protocols import MakeBlock
 from bmt_core.run.bmtrain_names import check_axes_are_provided
+from bmt_core.run.first_values import FirstValues
 from bmt_core.run.lanes import Lanes
 from bmt_core.run.start_section import start_section
-from bmt_core.run.topology import Topology, grid_sizes
+from bmt_core.run.topology import Topology, check_axis_sizes, grid_sizes
 from bmt_core.settings import (
     DEFAULT_COMM_BACKEND,
     DEFAULT_GRADIENTS,
@@ -33,9 +35,12 @@ from bmt_core.settings import (
     DEFAULT_ZERO_LEVEL,
     GradientsOfRanks,
     Launch,
+    MeshAxis,
     ReduceDtype,
     RunSettings,
     check_rendezvous,
+    check_timeout,
+    common_settings,
 )
 
 _current: Runtime | None = None
@@ -76,6 +81,10 @@ class Runtime:
         self.lanes = Lanes(topology, device)
         self.call_observers: list[Callable[[nn.Module], CallEnd]] = []
         """Called when the call of an outermost bmt module begins, in training and evaluation, on every rank alike."""
+        self.first_values = FirstValues()
+        """Compares the values with which the ranks begin."""
+        self.same_loss_axes: set[str] = set()
+        """Axes along which all ranks must compute the same loss. Set by packages that split models so."""
         self.has_scaled_loss = False
         """Whether an ``OptimManager`` has scaled a loss in this run. Set by the manager."""
         self.make_block: MakeBlock | None = None
@@ -116,6 +125,7 @@ def init_distributed(
     tp_size: int = 1,
     zero_level: int | None = None,
     *,
+    axis_sizes: Mapping[str, int] | None = None,
     comm_backend: str | type[CommBackend] | None = None,
     device: str | torch.device | None = None,
     timeout: float = 1800,
@@ -124,6 +134,7 @@ def init_distributed(
     prefetch_bytes: int | None = None,
     gradients: GradientsOfRanks = DEFAULT_GRADIENTS,
     check_calls: bool | None = None,
+    sequence_dim: int | None = None,
     plugins: Sequence[object] = (),
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
@@ -133,7 +144,8 @@ def init_distributed(
     importable) with ``seed``, so parameter initialisation draws the same numbers everywhere; dropout inside bmt's
     modules draws from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
 
-    ``pipe_size`` -1 means no pipeline. ``zero_level`` is the default level of Blocks; None means 3.
+    ``pipe_size`` -1 means no pipeline. ``axis_sizes`` gives sizes to axes of the grid that other plugins provide, such as
+    ``{"ep": 2}``; an axis that no plugin provides is an error. ``zero_level`` is the default level of Blocks; None means 3.
     ``comm_backend`` is a registered name, or a :class:`CommBackend` class; by default the environment's
     ``BMT_COMM_BACKEND``, else ``"torch"``. ``device`` is by default the CUDA device of the local rank where there is
     one, else the CPU. ``timeout`` (seconds) bounds every rendezvous and collective. ``pin_cpu`` binds the process to
@@ -152,46 +164,60 @@ def init_distributed(
     collectives are compared on the CPU, and on GPUs the first 200 of each group; none if the rendezvous is a file, which would grow
     with every comparison. A rank that waits 30 s for others names them in a warning: see :mod:`bmt_core.comm.call_check`.
 
+    ``sequence_dim`` is the dim of activations between tensor-parallel layers of which each rank along ``tp`` has a part: 0 for
+    (sequence / tp, batch, features), 1 for (batch, sequence / tp, features), as BMTrain's examples have them. By default (None) it
+    is dim 0; then a model whose activations may be either is warned about.
+
     ``plugins`` are modules or objects with hook implementations, added to the installed plugins. Every rank must pass the same
     ones.
 
-    Raises :class:`ConfigError` (bad settings, a world size that the grid does not divide, a second start) and
-    :class:`PluginError` (broken or doubled plugins, other plugins on other ranks), on every rank.
+    Every rank must pass the same settings, except ``timeout``, ``pin_cpu`` and the index of the ``device``. Ranks compare them, the
+    axes of the grid, ``BMT_KERNELS`` and the version of torch before they connect.
+
+    Raises :class:`ConfigError` (bad settings, other settings on other ranks, a world size that the grid does not divide, a second
+    start) and :class:`PluginError` (broken or doubled plugins, other plugins on other ranks), on every rank.
     """
     global _current, _starts
     if _current is not None:
         raise ConfigError("bmt is initialised already. Call shutdown() before another init_distributed().")
-    settings = RunSettings(
-        seed=seed,
-        pipe_size=1 if pipe_size in (-1, None) else pipe_size,
-        num_micro_batches=num_micro_batches,
-        tp_size=tp_size,
-        zero_level=DEFAULT_ZERO_LEVEL if zero_level is None else zero_level,
-        comm_backend=comm_backend or os.environ.get("BMT_COMM_BACKEND") or DEFAULT_COMM_BACKEND,
-        device=device,
-        timeout=timeout,
-        pin_cpu=pin_cpu,
-        reduce_dtype=reduce_dtype,
-        prefetch_bytes=prefetch_bytes,
-        gradients=gradients,
-        check_calls=check_calls,
-    )
+    check_timeout(timeout)
     launch = Launch.from_env()
-    store = _connect(init_method, launch, settings)
+    store = _connect(init_method, launch, timeout)
     _starts += 1
-    section = partial(
-        start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=settings.timeout
-    )
-    with section("plugins"):
+    section = partial(start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+    with section("settings and plugins"):
+        settings = RunSettings(
+            seed=seed,
+            pipe_size=1 if pipe_size in (-1, None) else pipe_size,
+            num_micro_batches=num_micro_batches,
+            tp_size=tp_size,
+            axis_sizes=dict(axis_sizes or {}),
+            zero_level=DEFAULT_ZERO_LEVEL if zero_level is None else zero_level,
+            comm_backend=comm_backend or os.environ.get("BMT_COMM_BACKEND") or DEFAULT_COMM_BACKEND,
+            device=device,
+            timeout=timeout,
+            pin_cpu=pin_cpu,
+            reduce_dtype=reduce_dtype,
+            prefetch_bytes=prefetch_bytes,
+            gradients=gradients,
+            check_calls=check_calls,
+            sequence_dim=sequence_dim,
+        )
+        chosen = _choose_device(settings, launch)
         registry = Registry.load(plugins=plugins)
+        axes = registry.mesh_axes(settings)
     if store is not None:
         compare_across_ranks(
-            registry, store=store, rank=launch.rank, world_size=launch.world_size, timeout=settings.timeout
+            registry,
+            _compared(settings, chosen, axes),
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
         )
     with section("choices"):
-        chosen = _choose_device(settings, launch)
-        axes = registry.mesh_axes(settings)
         check_axes_are_provided(settings, axes)
+        check_axis_sizes(settings.axis_sizes, axes)
         sizes = grid_sizes(axes, launch.world_size)
         backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
@@ -208,7 +234,7 @@ def init_distributed(
             local_rank=launch.local_rank,
             device=chosen,
             store=store,
-            timeout=settings.timeout,
+            timeout=timeout,
             calls=calls,
         )
         # In a section, because a rank that shuts down early would close connections that a slower rank is still making.
@@ -233,7 +259,8 @@ def init_distributed(
     # For scripts that never call shutdown(): process groups that live until the interpreter exits can abort it.
     atexit.register(shutdown)
     try:
-        registry.run_started(runtime)
+        with section("plugins that are told"):
+            registry.run_started(runtime)
     except BaseException:
         shutdown()
         raise
@@ -297,7 +324,7 @@ def synchronize() -> None:
         torch.cuda.synchronize(runtime.device)
 
 
-def _connect(init_method: str, launch: Launch, settings: RunSettings) -> dist.Store | None:
+def _connect(init_method: str, launch: Launch, timeout: float) -> dist.Store | None:
     if launch.world_size == 1:
         return None
     if init_method == "env://":
@@ -305,9 +332,9 @@ def _connect(init_method: str, launch: Launch, settings: RunSettings) -> dist.St
     key = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(launch.rank))
     if key not in _stores:
         _stores.clear()
-        _stores[key] = _rendezvous(init_method, launch, settings.timeout)
+        _stores[key] = _rendezvous(init_method, launch, timeout)
     store = dist.PrefixStore(f"bmt/{_starts}", _stores[key])
-    store.set_timeout(timedelta(seconds=settings.timeout))
+    store.set_timeout(timedelta(seconds=timeout))
     return store
 
 
@@ -383,6 +410,17 @@ def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
             " Start at most one rank per device, or pass device='cpu'."
         )
     return torch.device("cuda", index)
+
+
+def _compared(settings: RunSettings, device: torch.device, axes: Sequence[MeshAxis]) -> dict[str, str]:
+    """Return all that must be the same on every rank, besides the plugins: before groups connect, and with them collectives."""
+    return {
+        **common_settings(settings),
+        **{f"the axis {axis.name!r}": repr(axis) for axis in axes},
+        "the type of the device": device.type,
+        KERNELS_VARIABLE: repr(os.environ.get(KERNELS_VARIABLE, "")),
+        "torch": torch.version.__version__,
+    }
 
 
 def _choose_backend(settings: RunSettings, registry: Registry) -> type[CommBackend]:

@@ -46,8 +46,9 @@ def start_section(name: str, store: dist.Store | None, *, rank: int, world_size:
         raise RemoteError(
             f"After {timeout:g} s these ranks have not started: {missing}. Look at their output, or raise timeout."
         )
-    for other, key in enumerate(keys):
-        failure = json.loads(store.get(key))
+    reports: list[bytes] = store.multi_get(keys)  # one request, where each rank reads what all have written
+    for other, report in enumerate(reports):
+        failure = json.loads(report)
         if failure is not None:
             kind, message = failure
             where = f"Rank {other} failed to start: "

@@ -34,6 +34,28 @@ def grid_sizes(axes: Iterable[MeshAxis], world_size: int) -> dict[str, int]:
     return {axis.name: world_size // taken if axis is DATA_AXIS else axis.size for axis in ordered}
 
 
+def check_axis_sizes(asked: Mapping[str, int], axes: Iterable[MeshAxis]) -> None:
+    """Raise :class:`ConfigError` unless ``axes`` have the ``asked`` sizes, the argument ``axis_sizes`` of ``init_distributed``.
+
+    Plugins may leave out an axis of size 1.
+    """
+    sizes = {axis.name: axis.size for axis in axes}
+    for name, size in asked.items():
+        if name == DATA_AXIS.name:
+            raise ConfigError(f"The axis {name!r} takes the ranks that the others leave. Leave it out of axis_sizes.")
+        if name not in sizes and size > 1:
+            raise ConfigError(
+                f"axis_sizes asks for the axis {name!r} of size {size}, which no active plugin provides. Install the package that"
+                " provides it, or pass plugins=[...] whose hook bmt_mesh_axes does."
+                f" The axes of this run: {', '.join([DATA_AXIS.name, *sizes])}."
+            )
+        if sizes.get(name, 1) != size:
+            raise ConfigError(
+                f"axis_sizes asks for the axis {name!r} of size {size}, and its plugin provides it in size {sizes[name]}. Leave it"
+                f" out of axis_sizes, or let the plugin's bmt_mesh_axes() read config.axis_sizes[{name!r}]."
+            )
+
+
 class Topology(OldTopologyNames):
     """The grid of ranks, and this process's place in it.
 

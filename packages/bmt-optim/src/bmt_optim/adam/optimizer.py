@@ -25,7 +25,7 @@ from bmt_optim.adam.parameter_state import (
 )
 from bmt_optim.adam.update_plan import OwnerUpdates, Update, UpdatePlan
 from bmt_optim.adam.update_stream import UpdateStream
-from bmt_optim.current_run import kernels_on
+from bmt_optim.current_run import kernels_on, with_a_group
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
 from bmt_optim.state.torch_state import check_torch_state, this_rank, with_all_options
@@ -62,6 +62,9 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     while the next forward pass begins; each gather waits for the update of its parameters. Checkpoints, state dicts, ``data`` and
     ``gather()`` wait too; code that reads such a parameter in another way before the next forward pass must call :meth:`wait`
     first.
+
+    ``params`` may be empty on the stages of a pipeline that have frozen layers only. For an optimizer of torch pass
+    ``[{"params": []}]`` there, or ``bmt.optim.param_groups(model, ...)``.
 
     ``step`` understands the attributes ``found_inf`` and ``grad_scale`` with which ``torch.amp.GradScaler`` skips and unscales
     on the device; a scaler is refused where ranks hold parts of parameters.
@@ -112,7 +115,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         }
         self.compact_master = compact_master
         self._reset()
-        super().__init__(params, defaults)
+        super().__init__(with_a_group(params), defaults)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -185,7 +188,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         Raises :class:`CheckpointError`, and changes nothing, if the state is another optimizer's or another rank's, or has another
         shape because it was saved at another world size.
         """
-        if "parameters" in state_dict:
+        if isinstance(state_dict, Mapping) and "parameters" in state_dict:
             self.read_outcome()
             load_logical_state([self], state_dict, None)
             return

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmt_core.ops import split_master
+from bmt_optim.managed_optimizer import complaint_about_shapes
 
 State = dict[str, Any]
 MASTER = "_param_fp32"
@@ -23,12 +24,7 @@ def complaint_about(shapes: Mapping[str, torch.Size | None], shape: torch.Size) 
         return f"has no {' and no '.join(missing)} but {', '.join(shapes)}: it is another optimizer's"
     if "max_exp_avg_sq" in shapes:
         return "has max_exp_avg_sq: it is of Adam with amsgrad, which AdamOptimizer does not know"
-    for key in ("exp_avg", "exp_avg_sq", MASTER, REMAINDER):
-        found = shapes.get(key, shape)
-        if found is None or (found or (1,)) != (shape or (1,)):
-            what = "no tensor" if found is None else f"of shape {tuple(found)}"
-            return f"has {key} {what}, and the parameter here has {tuple(shape)}"
-    return None
+    return complaint_about_shapes(("exp_avg", "exp_avg_sq", MASTER, REMAINDER), shapes, shape)
 
 
 def new_state(p: torch.nn.Parameter, *, is_compact: bool) -> State:

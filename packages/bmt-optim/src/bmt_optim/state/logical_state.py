@@ -33,16 +33,20 @@ from bmt_core.run.runtime import current
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.group_options import Groups, check_options, load_options, matching_groups, named_groups
+from bmt_optim.state.state_form import checking_form
+from bmt_optim.state.torch_state import Shapes, check_value_shapes
 
+_NOT_SAVED: Mapping[str, Shapes] = {}
 Named = Iterable[tuple[str, torch.nn.Parameter]] | Mapping[str, torch.nn.Parameter]
 State = dict[str, dict[str, Any]]
 
 
 def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None) -> dict[str, Any]:
-    """Return ``{"parameters": ..., "shapes": ..., "groups": ...}``. Collective.
+    """Return ``{"parameters": ..., "shapes": ..., "value_shapes": ..., "groups": ...}``. Collective.
 
     These are each parameter's state by name, with a :class:`TensorPart` for every tensor that is not a number; the shapes of the
-    whole parameters by name; and the groups' options. All but the parts is the same on every rank.
+    whole parameters, and of the tensors in their states, by name; and the groups' options. All but the parts is the same on every
+    rank.
     """
     named_parameters = _kept(named_parameters)
     groups = _named_groups(optimizers, named_parameters)
@@ -50,7 +54,13 @@ def logical_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Name
         parameters = _managed_parameters(optimizers, named_parameters)
     agreed = _agree(parameters)
     shapes = {name: list(info.shape) for name, info in agreed.items()}
-    return {"parameters": _in_parts(parameters, agreed), "shapes": shapes, "groups": groups}
+    value_shapes = {name: {key: info.whole_shape(v) for key, v in info.values.items()} for name, info in agreed.items()}
+    return {
+        "parameters": _in_parts(parameters, agreed),
+        "shapes": shapes,
+        "value_shapes": value_shapes,
+        "groups": groups,
+    }
 
 
 def check_logical_state(
@@ -59,7 +69,7 @@ def check_logical_state(
     """Raise :class:`CheckpointError` on every rank if :func:`load_logical_state` would, and change nothing. Collective."""
     named_parameters = _kept(named_parameters)
     _matched_groups(optimizers, state, named_parameters)
-    _compare(optimizers, named_parameters, state["parameters"])
+    _compare(optimizers, named_parameters, state["parameters"], state.get("value_shapes", {}))
 
 
 def load_logical_state(
@@ -68,7 +78,7 @@ def load_logical_state(
     """Take over what :func:`logical_state` returned. Collective."""
     named_parameters = _kept(named_parameters)
     matched = _matched_groups(optimizers, state, named_parameters)
-    scatter(optimizers, named_parameters, state["parameters"])
+    scatter(optimizers, named_parameters, state["parameters"], state.get("value_shapes", {}))
     load_options(optimizers, matched)
 
 
@@ -88,9 +98,10 @@ def gathered_state(optimizers: Sequence[ManagedOptimizer], named_parameters: Nam
 def whole_tensors(state: Mapping[str, Mapping[str, Any]]) -> State:
     """Return ``state`` with whole tensors in place of :class:`TensorPart` on rank 0, and an empty dict elsewhere. Collective."""
     what, is_first = "gathering the optimizer state", world().rank == 0
-    with collective_section(world(), what):
+    with collective_section(world(), what) as results:
         local = LocalState.of_parts(parts_in(state))
-    whole = WholeState(local, what)
+        results.own = local.layout.summary
+    whole = WholeState(local, what, results.of_ranks)
     with collective_section(world(), what):
         tensors = dict(whole.tensors(keep=is_first))
     return with_tensors(with_references(state), tensors.__getitem__) if is_first else {}
@@ -123,13 +134,15 @@ def scatter(
     optimizers: Sequence[ManagedOptimizer],
     named_parameters: Named | None,
     state: Mapping[str, Mapping[str, Any]],
+    value_shapes: Mapping[str, Shapes] = _NOT_SAVED,
 ) -> None:
     """Give each parameter this rank's part of ``state``, which every rank passes, or rank 0 alone. Collective.
 
+    ``value_shapes`` are the shapes of all tensors in ``state`` when it was saved, if that is known.
     After the first state was replaced, only errors that could not be detected before, such as those of the disk, are raised.
     """
     group = world()
-    parameters, infos, is_on_all_ranks = _compare(optimizers, named_parameters, state)
+    parameters, infos, is_on_all_ranks = _compare(optimizers, named_parameters, state, value_shapes)
     failure: Exception | None = None
     for name in infos:  # also parameters that only other ranks have: all ranks broadcast in one order
         parameter = parameters.get(name)
@@ -154,7 +167,10 @@ def scatter(
 
 
 def _compare(
-    optimizers: Sequence[ManagedOptimizer], named_parameters: Named | None, state: Mapping[str, Mapping[str, Any]]
+    optimizers: Sequence[ManagedOptimizer],
+    named_parameters: Named | None,
+    state: Mapping[str, Mapping[str, Any]],
+    value_shapes: Mapping[str, Shapes],
 ) -> tuple[dict[str, _ManagedParameter], dict[str, dict[str, _ValueInfo]], bool]:
     """Return the parameters, the values of each in ``state``, and whether every rank was given it; raise if they do not fit."""
     group = world()
@@ -164,12 +180,15 @@ def _compare(
     is_on_all_ranks = all(given)
     if not given[0]:  # the same on every rank
         raise CheckpointError("Rank 0 was given no optimizer state. Pass what it gathered, or the same on every rank.")
-    with collective_section(group, "loading the optimizer state"):
+    with collective_section(group, "loading the optimizer state"), checking_form():
         infos = _described(state)
     if not is_on_all_ranks:
         infos = broadcast_object(infos, group)
-    with collective_section(group, "loading the optimizer state"):
+    with collective_section(group, "loading the optimizer state"), checking_form():
         _check(parameters, infos)
+        if value_shapes:
+            found = {name: {key: v.shape for key, v in values.items()} for name, values in infos.items()}
+            check_value_shapes(found, value_shapes, "of ")
     return parameters, infos, is_on_all_ranks
 
 
@@ -186,7 +205,7 @@ def _matched_groups(
 ) -> Groups:
     """Return the saved groups that match those here; raise on every rank if a group has no match, or its options do not fit."""
     groups = _named_groups(optimizers, named_parameters)
-    with collective_section(world(), "loading the optimizer state"):
+    with collective_section(world(), "loading the optimizer state"), checking_form():
         matched = matching_groups(state["groups"], groups)
         check_options(optimizers, matched)
         _check_shapes(_managed_parameters(optimizers, named_parameters), state.get("shapes", {}))
@@ -304,6 +323,11 @@ class _StateInfo:
     is_distributed: bool
     holder: int = 0
     """The first rank that has the parameter; set once all ranks have reported."""
+
+    def whole_shape(self, value: _ValueInfo) -> list[int] | None:
+        """Return the shape in which a checkpoint has ``value``, one of :attr:`values`; None if it is no tensor."""
+        shape = self.shape if value.is_sharded else value.shape
+        return None if shape is None else list(shape)
 
 
 def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]:

@@ -10,14 +10,24 @@ import torch
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import rank
 from bmt_optim.managed_optimizer import ManagedOptimizer
-from bmt_optim.state.torch_state import REMEDY, check_rank, check_torch_state, this_rank, with_all_options
+from bmt_optim.state.torch_state import (
+    REMEDY,
+    check_rank,
+    check_torch_state,
+    check_value_shapes,
+    this_rank,
+    value_shapes,
+    with_all_options,
+)
 
 
 def rank_state(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Return the states of ``optimizers`` on this rank, and the shapes and numbers that :func:`check_rank_state` compares."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
     return {
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "optimizers": states,
         "shapes": [_shapes(optimizer) for optimizer in optimizers],
+        "value_shapes": [value_shapes(state) for state in states],
         **this_rank(),
     }
 
@@ -43,6 +53,8 @@ def check_rank_state(
     for optimizer, managed, saved in zip(optimizers, adapted, state["optimizers"], strict=True):
         if isinstance(optimizer, torch.optim.Optimizer):  # any other may have a state of its own form
             check_torch_state(managed, saved, is_own="shapes" in state)
+    for number, (saved, shapes) in enumerate(zip(state["optimizers"], state.get("value_shapes", ()), strict=False)):
+        check_value_shapes(value_shapes(saved), shapes, f"of optimizer {number}, parameter ")
 
 
 def load_rank_state(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ REMEDY = "Save with state_dict(gather_opt=True) to load at any world size."
 _OTHER_GRID = (
     "It was saved at another world size, or of another model. Save with gather_opt=True to load at any world size."
 )
+
+
+Shapes = Mapping[str, Sequence[int] | None]
+"""The shapes of a parameter's values in a state, by key; None for a value that is no tensor."""
 
 
 def this_rank() -> dict[str, int]:
@@ -39,10 +43,7 @@ def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, 
 
     With ``is_own`` False the origin of ``state`` is unknown, so tensors that do not have their parameters' shapes are refused too.
     """
-    if "state" not in state or "param_groups" not in state:
-        raise CheckpointError(
-            f"A state of an optimizer has 'state' and 'param_groups', and this one has {sorted(state)}."
-        )
+    _check_form(state)
     check_rank(state)
     groups, saved_groups = optimizer.param_groups, state["param_groups"]
     found = [len(group["params"]) for group in saved_groups]
@@ -66,6 +67,42 @@ def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, 
             raise CheckpointError(f"The state of parameter {number} {complaint}. {_OTHER_GRID}")
 
 
+def value_shapes(state: Any) -> dict[Any, dict[str, list[int] | None]]:
+    """Return the shapes of the tensors in a state of torch's form, by parameter and key; None for values that are no tensors.
+
+    The result is empty if the state has a form of its own.
+    """
+    entries = state.get("state") if isinstance(state, Mapping) else None
+    if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
+        return {}
+    return {
+        index: {key: list(v.shape) if isinstance(v, torch.Tensor) else None for key, v in entry.items()}
+        for index, entry in entries.items()
+    }
+
+
+def check_value_shapes(found: Mapping[Any, Shapes], saved: Mapping[Any, Shapes], what: str) -> None:
+    """Raise :class:`CheckpointError` if values in a state have other shapes than when it was saved, or are not there.
+
+    Both arguments are shapes by parameter and key. Errors name the parameter after ``what``. A parameter may have no values at all,
+    because a program may start its moments anew.
+    """
+    for name, values in found.items():
+        for key in saved.get(name, {}) if values else ():
+            here, then = (_in_words(shapes, key) for shapes in (values, saved[name]))
+            if here != then:
+                raise CheckpointError(
+                    f"The state {what}{name!r} has {here} as {key}, and when it was saved it had {then}: it was changed or damaged."
+                )
+
+
+def _in_words(shapes: Shapes, key: str) -> str:
+    if key not in shapes:
+        return "nothing"
+    shape = shapes[key]
+    return f"a tensor of shape {tuple(shape)}" if shape else "a number"
+
+
 def with_all_options(optimizer: ManagedOptimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``state``; options that its groups lack, because another library or version wrote it, are those of ``optimizer``."""
     groups = [
@@ -73,6 +110,12 @@ def with_all_options(optimizer: ManagedOptimizer, state: Mapping[str, Any]) -> d
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
     return {**state, "param_groups": groups}
+
+
+def _check_form(state: Any) -> None:
+    if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(f"A state of an optimizer has 'state' and 'param_groups', and this one has {found}.")
 
 
 def _entries(

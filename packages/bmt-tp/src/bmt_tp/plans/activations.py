@@ -52,6 +52,12 @@ class Change:
 class ActivationChange(DistributedModule):
     """A class in front of a module's own, which changes the layout of its activations as the module's :class:`Change` says."""
 
+    @property
+    def _bmt_batch_dims(self) -> tuple[int, int]:
+        """See :class:`bmt_core.modules.layer_list.ChangesLayout`; for the layers of a plan."""
+        change: Change = self.__dict__["_bmt_change"]
+        return 0 if change.input == "own_rows" else 1, 0 if change.output_is_whole else 1
+
     # In __call__ and not in forward(), because Block(compile=True) compiles forward().
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         change: Change = self.__dict__["_bmt_change"]

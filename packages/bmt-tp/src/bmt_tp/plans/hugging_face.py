@@ -23,6 +23,11 @@ def plan_for(model: nn.Module, *, gather_logits: bool = True, split_vocabulary: 
 
     Raises :class:`ConfigError` for any other class.
     """
+    if callable(getattr(type(model), "get_base_model", None)):
+        raise ConfigError(
+            f"{type(model).__name__} is PEFT's model around another one, and plans name the modules of that one. Call"
+            " parallelize(model.get_base_model()), which changes it in place, and go on with the model around it."
+        )
     base = getattr(model, "base_model", model)
     names = [kind.__name__ for kind in type(base).__mro__]
     known = [make for name, make in _PLANS.items() if name in names]
@@ -47,6 +52,11 @@ def plan_for(model: nn.Module, *, gather_logits: bool = True, split_vocabulary: 
         gathered=plan.gathered,
         divided=plan.divided,
     )
+
+
+def generates(module: nn.Module) -> bool:
+    """Whether ``module`` has the method ``generate`` of Hugging Face's models, or its own around that."""
+    return any(kind.__name__ == "GenerationMixin" for kind in type(module).__mro__)
 
 
 def _gpt2(base: Any, prefix: str, embedding: Style) -> Plan:

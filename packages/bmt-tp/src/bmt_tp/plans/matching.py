@@ -14,15 +14,15 @@ from bmt_core import DistributedParameter, Locality
 from bmt_core.errors import ConfigError
 from bmt_tp.plans.activations import Change
 from bmt_tp.plans.plan import Plan
-from bmt_tp.plans.styles import PlannedModule, Style
+from bmt_tp.plans.styles import OWN_ROWS, PlannedModule, Style
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The locality that the plan's entry ``pattern`` gives to a parameter; place None: the parameter stays as it is."""
+    """The locality that the plan's entry ``pattern`` gives to a parameter."""
 
     pattern: str
-    place: Locality | None
+    place: Locality
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
                 f" {plan.last!r}). Name its module with a style, such as {style}. Only 1-D parameters inside of the layers,"
                 " as norms have, may be left out."
             )
+        claim = found.claims.setdefault(name, Claim(plan.layers, OWN_ROWS))
         other = first.setdefault(parameter, name)
-        place, other_place = (c and c.place for c in (claim, found.claims.get(other)))
+        place, other_place = claim.place, found.claims[other].place
         if place != other_place:
             raise ConfigError(
                 f"{other} and {name} are one tied parameter, but the plan splits it differently: {other_place} and {place}."

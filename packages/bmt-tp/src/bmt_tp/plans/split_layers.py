@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.functional import linear
 
 from bmt_core import DistributedModule
-from bmt_core.comm.autograd import gather_stacked
+from bmt_core.errors import ConfigError
 from bmt_core.modules.layer_gradients import LayerGradients
-from bmt_core.torch_internals import never_compiled
 from bmt_tp.embedding import split_lookup
 from bmt_tp.linear_function import ReduceType, parallel_linear
-from bmt_tp.tensor_group import tensor_group
+from bmt_tp.plans.same_inputs import TakesSameInputs
+from bmt_tp.tensor_group import tensor_size
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -76,34 +76,27 @@ class HeadSplit(_SplitLinear):
         return parallel_linear(input, *self._operands(), gather_output=style_of(self).gather_output)
 
 
-class VocabularySplit(DistributedModule):
+class VocabularySplit(TakesSameInputs):
     """See :class:`bmt_tp.plans.VocabularyEmbedding`."""
 
     padding_idx: int | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the vectors of ids; all ranks pass the same ids."""
-        if not self.__dict__.get("_bmt_has_compared"):
-            _check_alike(input)
-            self.__dict__["_bmt_has_compared"] = True
         return split_lookup(input, self.weight, scattered=False, padding_idx=self.padding_idx)
+
+
+class RefusesGeneration(DistributedModule):
+    """A model of Hugging Face that was split: ``generate`` raises."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise :class:`ConfigError`: generation feeds single tokens, and the layers split sequences by positions."""
+        raise ConfigError(
+            f"generate() cannot run on a model that parallelize() has split over tp_size={tensor_size()} ranks: it feeds single"
+            " tokens, and the ranks divide each sequence among them. Save the model, and load the file with tp_size=1 to generate."
+        )
 
 
 def style_of(module: nn.Module) -> Any:
     """Return the style by which :func:`parallelize` split ``module``."""
     return module.__dict__["_bmt_style"]
-
-
-@never_compiled
-def _check_alike(ids: torch.Tensor) -> None:
-    """Raise ``ValueError`` if the ranks along tp have different ids. Collective; the host waits for the device."""
-    group = tensor_group()
-    place = torch.arange(1, ids.numel() + 1, device=ids.device)
-    summary = torch.stack([place.sum(), ids.sum(), (ids.flatten() * place).sum()])
-    found = gather_stacked(summary, group)
-    if not torch.equal(found, summary.expand_as(found)):
-        raise ValueError(
-            f"Ranks {', '.join(map(str, group.ranks))} compute one batch together, and were called with different ids"
-            f" (count, sum and weighted sum on each: {found.tolist()}). Choose a rank's data by"
-            " current().topology.data_rank and data_size, not by rank() and world_size()."
-        )

@@ -27,8 +27,11 @@ from bmt_tp.tensor_group import AXIS
 Layout = Literal["batch_first", "sequence_first"]
 """The order of the dims of activations of all positions: (batch, sequence, features) or (sequence, batch, features)."""
 
-Places = dict[str, Locality | None]
-"""The locality along ``tp`` of each parameter of a module, by name. None: the parameter stays as it is."""
+Places = dict[str, Locality]
+"""The locality along ``tp`` of each parameter of a module, by name."""
+
+OWN_ROWS = Locality(AXIS, gradients="share")
+"""The locality of a parameter that each rank uses for rows of its own. The ranks' gradients are summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,16 @@ class PlannedModule:
             f"{self.name}, a {type(self.module).__name__} with {', '.join(shapes) or 'no parameters'}: {text}"
         )
 
+    def misfit_of_kind(self, style: str, kinds: str) -> ConfigError:
+        """Return the error for a module that is none of the ``kinds`` that ``style`` can split."""
+        if callable(getattr(type(self.module), "get_base_layer", None)):
+            return self.misfit(
+                f"it has an adapter (LoRA), which is made for the whole layer, and {style} would split the layer. Merge it first"
+                " (merge_and_unload() of PEFT's models), train it with tp_size=1, or add adapters only to modules that the plan"
+                " leaves whole."
+            )
+        return self.misfit(f"{style} is a style of {kinds}. Choose another style for this module.")
+
     def check_divisible(self, number: int, what: str, way_out: str = "") -> None:
         """Raise :class:`ConfigError` if tp does not divide ``number``."""
         if number % self.tp_size:
@@ -59,9 +72,7 @@ class PlannedModule:
             return 0
         if is_conv1d(self.module):
             return 1
-        raise self.misfit(
-            f"{style} is a style of nn.Linear and of Hugging Face's Conv1D. Choose another style for this module."
-        )
+        raise self.misfit_of_kind(style, "nn.Linear and of Hugging Face's Conv1D")
 
     def number_of(self, heads: str | int) -> int:
         """Return the number of heads; a plan gives the number, or the name of an attribute of the model's config."""
@@ -141,7 +152,7 @@ class Row:
         dim = 1 - planned.output_dim("Row")
         module: Any = planned.module
         planned.check_divisible(module.weight.shape[dim], "the number of input features")
-        return _places(module, Locality(AXIS, split_dim=dim), None)
+        return _places(module, Locality(AXIS, split_dim=dim), OWN_ROWS)
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
         """See :class:`Style`."""
@@ -159,9 +170,7 @@ class VocabularyEmbedding:
         """See :class:`Style`."""
         module = planned.module
         if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
-            raise planned.misfit(
-                "VocabularyEmbedding is a style of nn.Embedding. Choose another style for this module."
-            )
+            raise planned.misfit_of_kind("VocabularyEmbedding", "nn.Embedding")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise planned.misfit(
                 "max_norm, scale_grad_by_freq and sparse gradients do not work with a split table. Turn them off, or use Whole()."
@@ -222,7 +231,7 @@ class PerPosition:
 
     def places(self, planned: PlannedModule) -> Places:
         """See :class:`Style`."""
-        return {name: None for name, _ in planned.module.named_parameters(remove_duplicate=False)}
+        return {name: OWN_ROWS for name, _ in planned.module.named_parameters(remove_duplicate=False)}
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
         """See :class:`Style`."""
@@ -235,5 +244,5 @@ _PAD = (
 )
 
 
-def _places(module: nn.Module, weight: Locality, bias: Locality | None) -> Places:
+def _places(module: nn.Module, weight: Locality, bias: Locality) -> Places:
     return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}

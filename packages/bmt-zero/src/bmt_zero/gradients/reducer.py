@@ -18,6 +18,7 @@ from bmt_core.comm import ReduceOp, Work
 from bmt_core.comm.call_check import call_purpose
 from bmt_core.errors import BmtError
 from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
+from bmt_core.params.gradient_comparison import GradientComparison
 from bmt_core.params.gradient_sum import GradientSum, GradientWitness
 from bmt_core.params.owner import ReductionWatcher
 from bmt_core.params.shard import summation_dtype
@@ -53,6 +54,7 @@ class GradientReducer:
         self.sum = GradientSum(group.parameters, group.pieces, group.indices)
         self.watcher: ReductionWatcher | None = None
         self._group = group
+        self._comparison = GradientComparison()
         self._name = name
         self._purpose = ""
         self._reduce_dtype = reduce_dtype
@@ -139,6 +141,7 @@ class GradientReducer:
         self.forget_cleared()
         needed = self._or_held_back(needed)
         full = self._with_held_back(full)
+        self._comparison.check(self._group.parameters, lambda: self._group.views_of(full))
         reduced = self._output_for(full, stays=self._output_dtype(full) == self._group.dtype and self.sum.is_first)
         division = self._division(full, reduced)
         then = self.sum.take(reduced, needed, division.after)
@@ -159,6 +162,7 @@ class GradientReducer:
         ``completes``: gradients held back are added.
         """
         full = self._with_held_back(full) if completes else full
+        self._comparison.check(self._group.parameters, lambda: self._group.views_of(full))
         reduced = self._output_for(full, stays=True)
         division = self._division(full, reduced)
         self._lane.after(self._lane.here())

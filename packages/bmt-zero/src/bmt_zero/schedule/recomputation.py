@@ -59,7 +59,9 @@ class Recomputation:
         """Run forward and return its outputs. Only the inputs are kept."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out), _without_script_optimization():
-                return self._compute(*self._inputs)
+                outputs = self._compute(*self._inputs)
+            self._buffers.learn_changes()
+            return outputs
         finally:
             self._random.forget_unless_drawn()
             self._buffers.forget_unchanged()
@@ -105,6 +107,7 @@ class Recomputation:
                 "An input of a block was modified in place after the block's forward, so the block would be recomputed"
                 " from the new values. Clone it before, use the out-of-place operation, or set use_checkpoint=False."
             )
+        self._buffers.check_unchanged()
         self._call.begin_backward()
         if self._call.is_computing:  # a backward pass inside of forward, at whose end nobody else calls clear()
             when_backward_ends(self.clear)

@@ -42,7 +42,7 @@ class ShardedBlock:
         self.run: ZeroRun = zero_run()
         self.groups: list[ShardedGroup] = []
         self.slots = ParameterSlots([], {}, [])
-        self.buffers = BlockBuffers([])
+        self.buffers = BlockBuffers({})
         self.running = RunningCall()
         self._direct_gradients = direct_gradients
         self._changes_seen = -1
@@ -189,7 +189,7 @@ class ShardedBlock:
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         attributes = direct_linears(self.running, block, locations) if self._direct_gradients else []
         self.slots = ParameterSlots(slots, index_of, attributes)
-        self.buffers = BlockBuffers([module._buffers for module in block.modules()])
+        self.buffers = BlockBuffers({name: module._buffers for name, module in block.named_modules()})
         self.buffers.to(current().device)
 
     def _lay_out(self, parameters: Sequence[nn.Parameter], slots: list[Slot]) -> list[ShardedGroup]:

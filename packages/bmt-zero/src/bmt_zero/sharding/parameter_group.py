@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bmt_core.comm import Group
-from bmt_core.params.parameter import DistributedParameter, make_distributed
+from bmt_core.params.parameter import DistributedParameter, make_distributed, note_first_values
 from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
 from bmt_core.torch_internals import has_gradient_hooks, unflatten
@@ -85,10 +85,14 @@ class ParameterGroup:
         shape = self.shapes[number]
         ranges = ((0, shape.numel()),) * self.ranks.size if self.is_replicated else self._layout.ranges(number)
         shard = Shard(shape, ranges, self.ranks, replicated=self.is_replicated)
+        whole = None
         if has_values(parameter):
+            whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
             place.copy_(_part(parameter, shard))
         adopted = make_distributed(parameter, shard, place)
         adopted._in_block = True
+        if whole is not None:
+            note_first_values(adopted, whole)
         return adopted
 
 

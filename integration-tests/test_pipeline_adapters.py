@@ -1,0 +1,143 @@
+"""Adapters in models whose layers lie on stages: those outside of the layers begin alike on all stages, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bmt_core
+from bmt_core import DistributedParameter
+from bmt_core.run.collectives import broadcast
+from bmt_core.testing import run_ranks
+from bmt_optim import AdamOptimizer, OptimManager
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_zero import BMTrainModelWrapper
+
+WORDS, WIDTH, STEPS = 11, 8, 3
+ADAM = {"lr": 0.02, "eps": 1e-3}
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained product of two small matrices, as LoRA adds it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        like = base.weight
+        self.down = nn.Parameter(torch.randn(2, base.in_features, dtype=like.dtype) * 0.3)
+        self.up = nn.Parameter(torch.randn(base.out_features, 2, dtype=like.dtype) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear: nn.Module = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Plain(nn.Module):
+    """Three layers, so that two stages have different numbers of them, and after them the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, WIDTH).double().requires_grad_(False)
+        self.layers: Any = nn.ModuleList([Layer() for _ in range(3)])
+        self.head: nn.Module = nn.Linear(WIDTH, WORDS).double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Piped(PipelineModel):
+    def __init__(self, plain: Plain) -> None:
+        super().__init__()
+        self.embedding = plain.embedding
+        self.layers = PipelineTransformerBlockList(list(plain.layers))
+        self.head = plain.head
+
+    def before_layers(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self.embedding(ids)
+        return embedded
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+def adapted(model: Any) -> Any:
+    """Add adapters to all linear layers, in the order of the modules that this rank has."""
+    torch.manual_seed(1)
+    for parent in [parent for parent in model.modules() if isinstance(parent, Layer)]:
+        parent.linear = Adapted(parent.linear)
+    model.head = Adapted(model.head)
+    return model
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def trained(form: str, file: str) -> list[float] | str:
+    """The losses, and that of the whole model in the file; or the error."""
+    model: Any = BMTrainModelWrapper(Piped(adapted(Plain()) if form == "before" else Plain()))
+    if form != "before":
+        adapted(model)
+    if form == "sent":
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DistributedParameter) and not name.startswith("layers."):
+                parameter.data.copy_(broadcast(parameter.data, 0))
+    manager, losses = OptimManager(), []
+    manager.add_optimizer(AdamOptimizer([p for p in model.parameters() if p.requires_grad], **ADAM))
+    ids = torch.arange(8).view(4, 2)
+    try:
+        for _ in range(STEPS):
+            manager.zero_grad()
+            losses.append(float(train_step(model, loss_of, (ids, ids + 1), num_micro_batches=2, manager=manager)))
+            manager.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    bmt_core.save(model, file)
+    losses.append(float(loss_of(model(ids), ids + 1).detach()))
+    return losses
+
+
+def test_adapters_that_stages_have_drawn_differently_are_refused_at_the_first_step(tmp_path: Path) -> None:
+    for message in run_ranks(trained, 2, "after", str(tmp_path / "model.pt"), init={"pipe_size": 2}):
+        assert isinstance(message, str) and message.startswith("ConfigError: ordinary parameter ")
+        assert "has other values on rank 1 than on rank 0" in message and "before the layers are divided" in message
+
+
+@pytest.mark.parametrize("form", ["before", "sent"])
+def test_adapters_that_begin_alike_are_trained_and_saved_as_one_model(form: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "model.pt")
+    first, second = run_ranks(trained, 2, form, file, init={"pipe_size": 2})
+    assert isinstance(first, list) and first == second
+    ids = torch.arange(8).view(4, 2)
+    model = adapted(Plain())
+    if form == "before":
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], **ADAM)
+        wanted = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model(ids), ids + 1)
+            loss.backward()
+            wanted.append(float(loss.detach()))
+            optimizer.step()
+        assert first[:-1] == pytest.approx(wanted, rel=1e-6)
+    model.load_state_dict(torch.load(file, weights_only=True))
+    assert float(loss_of(model(ids), ids + 1).detach()) == pytest.approx(first[-1], rel=1e-6)

@@ -1,0 +1,106 @@
+"""``count_fn``: the mean over the tokens of all micro-batches of all pipelines, with its gradients, as in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_trainings import GRIDS, LENGTH, Piped, Plain, of_all_stages, text, whole_gradients
+from torch import nn
+
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_pipeline import eval_step, train_step
+
+IGNORED = -100
+
+
+def masked_text() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with 0 to 3 tokens that count: the first four rows have none, so a micro-batch has none."""
+    ids, targets = (x[0].clone() for x in text())
+    for row in range(len(targets)):
+        targets[row, : LENGTH - (row % (LENGTH + 1) if row >= 4 else 0)] = IGNORED
+    return ids, targets
+
+
+def sum_of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def count_of_tokens(targets: torch.Tensor) -> torch.Tensor:
+    return (targets != IGNORED).sum()
+
+
+def stepped(schedule: str, options: dict[str, Any], micro_batches: int, loss_scale: float | None) -> Any:
+    """The losses and the gradients, with a manager if there is a loss scale."""
+    topology = current().topology
+    pipelines, own = topology.axis_size("dp"), topology.axis_rank("dp")
+    ids, targets = (x.chunk(pipelines)[own] for x in masked_text())
+    model = Piped(4, 3, True, **options)
+    losses = [float(eval_step(model, sum_of_tokens, (ids, targets), micro_batches, count_fn=count_of_tokens))]
+    manager = OptimManager(loss_scale=loss_scale) if loss_scale else None
+    step = {"num_micro_batches": micro_batches, "count_fn": count_of_tokens, "manager": manager}
+    losses.append(float(train_step(model, sum_of_tokens, (ids, targets), schedule, **step)))  # type: ignore[arg-type]
+    return of_all_stages((losses, [whole_gradients(model)], {}))
+
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "1f1b": ("1f1b", {}),
+    "v": ("zero-bubble", {"chunks": 2, "placement": "v"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("grid", "form", "micro_batches", "loss_scale", "gradients"),
+    [
+        ("pp 1", "1f1b", 2, 1.0, "sum"),
+        ("pp 2", "1f1b", 4, 8.0, "sum"),
+        ("pp 2", "v", 4, None, "sum"),
+        ("pp 2 x dp 2", "1f1b", 2, 8.0, "mean"),
+        ("pp 2 x dp 2", "v", 8, None, "mean"),
+        ("pp 4", "1f1b", 4, None, "sum"),
+    ],
+)
+def test_a_step_with_counts_has_the_mean_over_the_tokens_of_all_pipelines(
+    grid: str, form: str, micro_batches: int, loss_scale: float | None, gradients: Any
+) -> None:
+    ids, targets = masked_text()
+    plain = Plain(4).double()
+    logits = plain(ids)
+    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    wanted.backward()
+    ranks, stages = GRIDS[grid]
+    factor = loss_scale or (1.0 if gradients == "mean" else ranks)
+    init = {"pipe_size": stages, "gradients": gradients}
+    for losses, (grads,), _ in run_ranks(stepped, ranks, *FORMS[form], micro_batches, loss_scale, init=init):
+        assert losses == pytest.approx([float(wanted.detach())] * 2, rel=1e-6)
+        expected = {name: factor * grad for name, grad in whole_gradients(plain).items()}
+        assert grads.keys() == expected.keys()
+        torch.testing.assert_close(grads, expected)
+
+
+def refusals() -> list[str]:
+    ids, targets = masked_text()
+    model, found = Piped(4, 3, True), []
+    tries: list[tuple[Any, Any]] = [
+        (lambda out, x: (sum_of_tokens(out, x), count_of_tokens(x)), None),
+        (sum_of_tokens, lambda x: (x != IGNORED).sum(0)),
+        (sum_of_tokens, count_of_tokens if current().rank == 0 else None),
+    ]
+    for loss_fn, count_fn in tries:
+        try:
+            found.append(str(train_step(model, loss_fn, (ids, targets), "1f1b", 4, count_fn=count_fn)))
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_is_no_sum_or_no_count_is_refused_on_all_ranks() -> None:
+    for pair, count, setting in run_ranks(refusals, 2, init={"pipe_size": 2}):
+        assert "Return the mean loss of a micro-batch, or the sum of its losses, and give count_fn" in pair
+        assert "count_fn must return a number or a 0-dim tensor, not (3,)" in count
+        assert (
+            "rank 0 has train_step with 1f1b, num_micro_batches=4, count_fn, and rank 1 train_step with 1f1b" in setting
+        )

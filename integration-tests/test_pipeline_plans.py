@@ -1,0 +1,133 @@
+"""Layers that a tensor-parallel plan has split, on the stages of a pipeline (pp x tp), against the plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from plan_models import built, inputs
+from torch import nn
+from tp_models import gradients_of
+
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.run.collectives import all_reduce
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_tp import parallelize
+from bmt_zero import BMTrainModelWrapper
+
+
+class Llama(PipelineModel):
+    """The modules of Hugging Face's Llama, with its layers on stages."""
+
+    def __init__(self, plain: Any, **options: Any) -> None:
+        super().__init__()
+        self.embed_tokens, self.rotary = plain.model.embed_tokens, plain.model.rotary_emb
+        self.layers = PipelineTransformerBlockList(list(plain.model.layers), **options)
+        self.norm, self.lm_head = plain.model.norm, plain.lm_head
+
+    def before_layers(self, ids: torch.Tensor) -> tuple[Any, ...]:
+        hidden = self.embed_tokens(ids)
+        positions = torch.arange(ids.shape[1])[None]
+        return hidden, None, positions, None, None, self.rotary(hidden, positions)
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = inputs(0)["input_ids"]
+    return ids, ids.roll(1, 1)
+
+
+def made(**options: Any) -> Any:
+    return BMTrainModelWrapper(Llama(parallelize(built("llama", num_hidden_layers=4)), **options))
+
+
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+def trained(schedule: str | None, micro_batches: int, options: dict[str, Any]) -> Found:
+    """The mean loss and the gradients of all stages, by a schedule, or by the list, whose ranks pass parts of the batch."""
+    model, manager, topology = made(**options), OptimManager(), current().topology
+    ids, targets = batch()
+    if schedule is None:
+        own_ids, own_targets = (x.chunk(topology.data_size)[topology.data_rank] for x in (ids, targets))
+        loss = loss_of(model(own_ids), own_targets)
+        manager.backward(loss)
+    else:
+        loss = train_step(model, loss_of, (ids, targets), schedule, micro_batches, manager=manager)
+    gradients = all_gather_object(gradients_of(model), current().world)
+    return float(all_reduce(loss.detach(), "avg")), {k: v for of_rank in gradients for k, v in of_rank.items()}
+
+
+FORMS: list[tuple[str | None, int, dict[str, Any]]] = [
+    (None, 1, {}),  # as many rows in a micro-batch as a rank has positions
+    (None, 4, {"batch_dim": (0, 1)}),
+    (None, 2, {"chunks": 2}),
+    ("1f1b", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches", "options"), FORMS)
+def test_layers_of_a_plan_train_on_stages_as_the_plain_model(
+    schedule: str | None, micro_batches: int, options: dict[str, Any]
+) -> None:
+    plain: Any = built("llama", num_hidden_layers=4)
+    ids, targets = batch()
+    loss = loss_of(plain(input_ids=ids).logits, targets)
+    loss.backward()
+    wanted = {name.removeprefix("model."): p.grad for name, p in plain.named_parameters()}
+    init = {"pipe_size": 2, "tp_size": 2, "num_micro_batches": micro_batches}
+    for value, gradients in run_ranks(trained, 4, schedule, micro_batches, options, init=init, timeout=100):
+        assert value == pytest.approx(float(loss.detach()), rel=1e-6)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Turning(nn.Linear):
+    """Returns hidden states with batch and sequence exchanged, of which nobody knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).transpose(0, 1)
+
+
+def refusals() -> list[str]:
+    turning = PipelineTransformerBlockList([nn.Linear(4, 4), Turning(4, 4)])
+    right = PipelineTransformerBlockList([nn.Linear(4, 4), Turning(4, 4)], batch_dim=(0, 1))
+    hidden = made().layers
+    x, wide = torch.ones(2, 3, 4), torch.ones(2, 8, 32, dtype=torch.float64)
+    found = [str(tuple(right(x).shape))]
+    for attempt in (
+        lambda: made(batch_dim=1)(batch()[0]),
+        lambda: made(batch_dim=0)(batch()[0]),
+        lambda: turning(x),
+        lambda: hidden(wide, return_hidden_states=True),
+    ):
+        try:
+            found.append(str(attempt()))
+        except Exception as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_dim_that_contradicts_the_layers_is_refused_on_all_ranks() -> None:
+    init = {"pipe_size": 2, "tp_size": 2, "num_micro_batches": 2, "timeout": 20}
+    for right, first, zero, turned, states in run_ranks(refusals, 4, init=init, timeout=100):
+        assert right == "(3, 2, 4)"
+        assert "takes dims (1, 1) of" in first and "Make it with batch_dim=(0, 1)." in first
+        assert "takes dims (0, 0) of" in zero and "Make it with batch_dim=(0, 1)." in zero
+        assert "hidden states of shapes [(3, 2, 4)], whose dim 0 should be the 2 rows of a micro-batch" in turned
+        assert "return_hidden_states stacks the inputs of all layers" in states

@@ -1,0 +1,158 @@
+"""Arguments of layers that are no tensors: plain values reach every stage as they are now, and other objects are refused."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+from bmt_core.run.runtime import current, is_initialized
+from bmt_core.testing import run_ranks
+from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+
+WIDTH, ROWS = 4, 4
+
+
+class Sign(enum.Enum):
+    PLUS = 1
+    MINUS = -1
+
+
+@dataclass
+class Options:
+    """Plain values and a tensor of the batch."""
+
+    scale: float
+    sign: Sign
+    dtype: torch.dtype
+    names: dict[str, int]
+    mask: torch.Tensor
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor, options: Any) -> torch.Tensor:
+        out = self.linear(x) * options.mask.to(options.dtype)
+        return x + options.scale * options.sign.value * options.names["two"] * out
+
+
+class Model(PipelineModel):
+    """Gives its layers what it computes from its own state, which changes from step to step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layers = [Layer(number) for number in range(8)]
+        self.layers: Any = PipelineTransformerBlockList(layers, **options) if is_initialized() else layers
+        self.scale, self.sign = 1.0, Sign.PLUS
+        self.changes = False
+
+    def before_layers(self, x: torch.Tensor) -> tuple[torch.Tensor, Options]:
+        self.scale += self.changes
+        return x, Options(self.scale, self.sign, torch.float64, {"two": 2}, (x > 0).int())
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def drawn(number: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+
+
+def mean_square(out: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (out * targets).square().mean()
+
+
+STATES = [(1.0, Sign.PLUS), (0.5, Sign.PLUS), (0.5, Sign.MINUS), (1.0, Sign.PLUS), (0.25, Sign.MINUS)]
+
+
+def losses(form: str) -> list[float]:
+    """The loss of each step, by ``train_step`` or by the list."""
+    model = Model(**({"chunks": 2} if form == "interleaved" else {}))
+    found = []
+    for number, (model.scale, model.sign) in enumerate(STATES):
+        x = drawn(number)
+        if not is_initialized():
+            hidden, options = model.before_layers(x)
+            for layer in model.layers:
+                hidden = layer(hidden, options)
+            found.append(float(mean_square(hidden, x).detach()))
+        elif form == "list":
+            found.append(float(mean_square(model(x), x).detach()))
+        else:
+            found.append(float(train_step(model, mean_square, (x, x), form, 2)))
+    return found
+
+
+@pytest.mark.parametrize(("stages", "form"), [(2, "1f1b"), (2, "interleaved"), (4, "zero-bubble"), (2, "list")])
+def test_plain_values_that_change_from_step_to_step_reach_every_stage(stages: int, form: str) -> None:
+    wanted = losses("plain")
+    for found in run_ranks(losses, stages, form, init={"pipe_size": stages}):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+class Passing(PipelineModel):
+    """Passes its second input to the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = PipelineTransformerBlockList([Layer(number) for number in range(4)])
+
+    def before_layers(self, x: torch.Tensor, other: Any) -> Any:
+        return x, other() if callable(other) else other
+
+    def after_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def refusals() -> dict[str, str]:
+    model, passing, x = Model(), Passing(), drawn(0)
+    flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    options = Options(1.0 + current().rank, Sign.PLUS, torch.float64, {"two": 2}, x)
+    space = SimpleNamespace(**vars(Options(1.0, Sign.PLUS, torch.float64, {"two": 2}, torch.ones(()))))
+    tries = {
+        "namespace in a call": lambda: model.layers(x, space),
+        "namespace of the model": lambda: train_step(passing, mean_square, ((x, lambda: space), x), "1f1b", 2),
+        "BlockMask": lambda: train_step(passing, mean_square, ((x, flex), x), "1f1b", 2),
+        "numbers of ranks": lambda: model.layers(x, options),
+        "numbers of micro-batches": lambda: train_step(changing(model), mean_square, (x, x), "1f1b", 2),
+    }
+    found = {}
+    for name, attempt in tries.items():
+        try:
+            found[name] = str(attempt())
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def changing(model: Model) -> Model:
+    model.changes = True
+    return model
+
+
+REFUSALS = {
+    "namespace in a call": "A pipeline cannot know what is in arguments.rest[0], a types.SimpleNamespace,",
+    "namespace of the model": "A pipeline cannot know what is in output.rest[0], a types.SimpleNamespace,",
+    "BlockMask": "A pipeline cannot know what is in inputs[1], a torch.nn.attention.flex_attention.BlockMask,",
+    "numbers of ranks": "but rank 0 has arguments.rest[0].scale: float 1.0, and rank 1 arguments.rest[0].scale: float 2.0.",
+    "numbers of micro-batches": "returned output.rest[0].scale: float 3.0, but output.rest[0].scale: float 2.0 for another",
+}
+
+
+def test_objects_and_values_that_differ_are_refused_in_one_line_on_all_ranks() -> None:
+    for rank, found in enumerate(run_ranks(refusals, 2, init={"pipe_size": 2})):
+        assert found.keys() == REFUSALS.keys()
+        for name, message in found.items():
+            assert REFUSALS[name] in message, (rank, message)
+            if name != "numbers of micro-batches":
+                assert message.startswith("ConfigError: ") and "\n" not in message and len(message) < 400

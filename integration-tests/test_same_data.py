@@ -1,0 +1,316 @@
+"""Ranks along ``tp``, or along an axis of a plugin, that see the same data: mistakes are right, or errors with a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from same_data_models import FEATURES, PLAN, Classic, Model, Record, WithValue, batch, plain, trained, whole
+from scratch_axes import SLICE, grid_with
+from torch import nn
+
+import bmt_core
+from bmt_core import Locality, set_locality
+from bmt_core.errors import ConfigError
+from bmt_core.loss import FusedCrossEntropy
+from bmt_core.nn import Linear
+from bmt_core.run.collectives import all_reduce
+from bmt_core.run.runtime import current, rank
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_tp import ColumnParallelLinear, VPEmbedding, parallelize
+from bmt_tp import whole as declared_whole
+from bmt_zero import Block, BMTrainModelWrapper
+
+TP = {"tp_size": 2}
+GRIDS = [(2, TP), (4, TP), (4, {"tp_size": 4})]
+
+
+def assert_equal(found: Record, expected: Record) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def said(call: Callable[[], Any]) -> str:
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        call()
+    return str(caught.value)
+
+
+# ---- plain modules around split ones ----
+
+
+def made_with_value() -> WithValue:
+    model: WithValue = plain(lambda: WithValue(Model()))
+    model.model.head.requires_grad_(False)
+    return model
+
+
+def value_head(is_declared: bool) -> Any:
+    model = made_with_value()
+    parallelize(model.model, PLAN)
+    if is_declared:
+        assert declared_whole(model.value) is model.value
+    BMTrainModelWrapper(model)
+    return trained(model) if is_declared else said(lambda: model(*batch(0)).backward())
+
+
+def classic(is_declared: bool) -> Any:
+    """Megatron's form by hand: its plain modules are the embedding, the norm and the head."""
+    model: Classic = plain(lambda: Classic(is_parallel=True))
+    model.load_state_dict(plain(lambda: Classic(is_parallel=False)).state_dict())
+    if is_declared:
+        declared_whole(model)
+    else:
+        Block(model.head)
+    BMTrainModelWrapper(model)
+    return trained(model) if is_declared else said(lambda: model(*batch(0)).backward())
+
+
+@pytest.mark.parametrize(("ranks", "init"), GRIDS)
+def test_declared_modules_around_split_ones_train_as_in_plain_torch(ranks: int, init: Any) -> None:
+    expected = trained(made_with_value())
+    for found in run_ranks(value_head, ranks, True, init=init):
+        assert_equal(found, expected)
+    expected = trained(plain(lambda: Classic(is_parallel=False)))
+    for found in run_ranks(classic, ranks, True, init=init):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(("ranks", "init"), GRIDS)
+@pytest.mark.parametrize("case", [value_head, classic])
+def test_undeclared_modules_that_every_rank_computes_whole_are_refused(ranks: int, init: Any, case: Any) -> None:
+    name = "value." if case is value_head else "head."
+    for text in run_ranks(case, ranks, False, init=init):
+        size = init["tp_size"]
+        assert text.startswith(f"All {size} ranks along 'tp' have computed the same gradient of "), text
+        assert name in text and "bmt_tp.whole(module)" in text
+
+
+def without_parallelize(wraps: bool) -> str:
+    model = plain(Model)
+    if wraps:
+        return said(lambda: BMTrainModelWrapper(model))
+    for layer in model.layers:
+        Block(layer)
+    return said(lambda: model(*batch(0)).backward())
+
+
+def test_a_model_that_nobody_split_is_refused_when_it_is_wrapped_or_at_its_first_backward() -> None:
+    for text in run_ranks(without_parallelize, 2, True, init=TP):
+        assert text.startswith(
+            "The 2 ranks along 'tp' see the same data, and no parameter of Model is split or declared"
+        )
+    for text in run_ranks(without_parallelize, 2, False, init=TP):
+        assert text.startswith("All 2 ranks along 'tp' have computed the same gradient of norm.weight of shape (8,).")
+
+
+def ordinary_parameters() -> str:
+    model = plain(Model)
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    manager.backward(model(*batch(0)))
+    return said(manager.step)
+
+
+def test_gradients_of_ordinary_parameters_are_not_summed_if_every_rank_has_the_whole() -> None:
+    for text in run_ranks(ordinary_parameters, 2, init=TP):
+        assert "have computed the same gradient of an ordinary parameter of shape (12, 8)" in text
+
+
+def of_the_core_alone() -> str:
+    linear = Linear(FEATURES, 2)
+    bmt_core.init_parameters(linear)
+    return said(lambda: linear(torch.ones(3, FEATURES)).square().sum().backward())
+
+
+def test_parameters_without_blocks_are_compared_too() -> None:
+    for text in run_ranks(of_the_core_alone, 2, init=TP):
+        assert "have computed the same gradient of Linear." in text
+
+
+def along_an_axis_of_a_plugin(declares: bool) -> Any:
+    model = plain(Model)
+    if declares:
+        set_locality(model, Locality("slice", gradients="whole"))
+        return trained(BMTrainModelWrapper(model))
+    return said(lambda: BMTrainModelWrapper(model))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plain_model_along_an_axis_of_a_plugin_is_refused_or_declared(ranks: int) -> None:
+    init = grid_with(SLICE)
+    for text in run_ranks(along_an_axis_of_a_plugin, ranks, False, init=init):
+        assert "The 2 ranks along 'slice' see the same data" in text
+        assert "set_locality(module, Locality('slice', gradients='whole'))" in text
+    expected = trained(plain(Model))
+    for found in run_ranks(along_an_axis_of_a_plugin, ranks, True, init=init):
+        assert_equal(found, expected)
+
+
+# ---- declarations that do not hold ----
+
+
+def wrong_declarations() -> tuple[str, str]:
+    linear = declared_whole(plain(lambda: nn.Linear(FEATURES, 2)))
+    block = Block(linear)
+    rows = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(rank()))
+    gradients = said(lambda: block(rows).square().sum().backward())
+    block = Block(declared_whole(plain(lambda: nn.Linear(FEATURES, 2))))
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(rank())
+    return gradients, said(lambda: block(torch.ones(3, FEATURES)).sum().backward())
+
+
+def test_what_was_declared_whole_and_differs_is_refused() -> None:
+    for gradients, values in run_ranks(wrong_declarations, 2, init=TP):
+        assert gradients.startswith("The gradient of weight of shape (2, 8) differs between ranks along 'tp'")
+        assert values.startswith("The value of weight of shape (2, 8) differs between ranks along 'tp'")
+
+
+def refused_declarations() -> list[str]:
+    whole_along_tp = Locality("tp", gradients="whole")
+    column = ColumnParallelLinear(FEATURES, 4)
+    before = [p.locality for p in column.parameters()]  # type: ignore[attr-defined]
+    assert [p.locality for p in set_locality(column, whole_along_tp).parameters()] == before  # type: ignore[attr-defined]
+    return [
+        said(lambda: set_locality(Block(nn.Linear(2, 2)), whole_along_tp)),
+        said(lambda: set_locality(nn.Linear(2, 2), Locality("tp", split_dim=0))),
+    ]
+
+
+def test_declarations_that_come_too_late_or_cut_are_refused() -> None:
+    for sharded, cuts in run_ranks(refused_declarations, 2, init=TP):
+        assert sharded.startswith("weight is sharded already, and cannot be declared as Locality(axis='tp'")
+        assert cuts.startswith("set_locality declares modules that every rank along 'tp' holds whole, and got")
+    model = plain(Model)
+    assert run_ranks(no_axis, 1) == [True] and type(model.head) is nn.Linear
+
+
+def no_axis() -> bool:
+    return type(declared_whole(nn.Linear(2, 2))) is nn.Linear
+
+
+# ---- rows and targets ----
+
+
+def the_whole_batch_on_every_rank() -> list[str]:
+    model: Classic = plain(lambda: Classic(is_parallel=True, gathers=True))
+    bmt_core.init_parameters(model)
+    BMTrainModelWrapper(declared_whole(model))
+    embedding = VPEmbedding(12, FEATURES, dtype=torch.float32)
+    bmt_core.init_parameters(embedding)
+    return [said(lambda: model(*batch(0)).backward()), said(lambda: embedding(batch(0)[0]))]
+
+
+def test_layers_that_gather_rows_refuse_the_same_rows_from_every_rank() -> None:
+    for layer, embedding in run_ranks(the_whole_batch_on_every_rank, 2, init=TP):
+        assert "All 2 ranks along 'tp' passed the same rows (32, 8) to a column-parallel layer, which gathers" in layer
+        assert "passed the same rows (4, 8) to VPEmbedding" in embedding
+
+
+def other_rows_on_every_rank() -> list[str]:
+    layer = ColumnParallelLinear(FEATURES, 4, gather_input=False)
+    bmt_core.init_parameters(layer)
+    rows = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(rank()))
+    logits, targets = torch.zeros(4, 6), torch.arange(4) + rank()
+    return [
+        said(lambda: layer(rows).sum().backward()),
+        said(lambda: FusedCrossEntropy(parallel=True)(logits, targets)),
+    ]
+
+
+def test_layers_and_losses_that_expect_the_same_rows_refuse_others() -> None:
+    for layer, loss in run_ranks(other_rows_on_every_rank, 2, init=TP):
+        assert layer.startswith("The ranks along 'tp' passed different rows (3, 8) to a column-parallel layer")
+        assert "Ranks 0, 1 must have the same targets of FusedCrossEntropy, and the values of targets differ" in loss
+
+
+# ---- inputs, first values and losses of models that are split by a plan ----
+
+
+def other_inputs(which: str) -> str:
+    model = BMTrainModelWrapper(parallelize(plain(Model), PLAN))
+    ids, labels = batch(0)
+    for _ in range(3 if which == "later" else 0):
+        model(ids, labels)
+    others = batch(rank())
+    given = {"ids": (others[0], labels), "labels": (ids, others[1]), "later": (others[0], labels)}[which]
+    return said(lambda: model(*given))
+
+
+@pytest.mark.parametrize(("which", "name"), [("ids", "ids"), ("labels", "labels"), ("later", "ids")])
+def test_ranks_along_tp_that_get_other_inputs_are_told_which(which: str, name: str) -> None:
+    for text in run_ranks(other_inputs, 2, which, init=TP):
+        assert f"Ranks 0, 1 must have the same inputs of Model, and the values of {name} differ on rank 1" in text
+        assert "topology.data_rank" in text
+
+
+def a_head_of_another_seed() -> str:
+    model = plain(Model)
+    torch.manual_seed(rank())
+    model.head.reset_parameters()
+    BMTrainModelWrapper(parallelize(model, PLAN))
+    return said(lambda: model(*batch(0)))
+
+
+def test_first_values_that_differ_along_tp_are_refused() -> None:
+    for text in run_ranks(a_head_of_another_seed, 2, init=TP):
+        assert text.startswith("head.weight has other values on rank 1 than on rank 0.")
+
+
+def with_aux(how: str) -> Any:
+    model = plain(Model)
+    if how != "plain":
+        BMTrainModelWrapper(parallelize(model, PLAN))
+
+    def loss_of(*inputs: torch.Tensor) -> torch.Tensor:
+        loss = model(*inputs)
+        aux = sum(layer.aux for layer in model.layers)
+        if how == "averaged":
+            aux = all_reduce(aux, "avg", comm=current().topology.group(("tp",)))
+        return loss + aux
+
+    if how == "own":
+        manager = OptimManager()
+        return said(lambda: manager.backward(loss_of(*batch(0))))
+    return trained(model, loss_of)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_loss_of_a_ranks_own_rows_is_refused_unless_it_is_averaged(ranks: int) -> None:
+    expected = with_aux("plain")
+    for text in run_ranks(with_aux, ranks, "own", init=TP):
+        assert "must have the same loss" in text and "all_reduce(term, 'avg'" in text
+    for found in run_ranks(with_aux, ranks, "averaged", init=TP):
+        assert_equal(found, expected)
+
+
+def blocks_without_a_wrapper() -> Record:
+    model = plain(Model)
+    parallelize(model, PLAN)
+    for layer in model.layers:
+        Block(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*batch(step, current().topology.data_rank, current().topology.data_size)).backward()
+        optimizer.step()
+    return {name: whole(p, p.data) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("ranks", "init"), GRIDS)
+def test_blocks_of_a_split_model_train_without_a_wrapper(ranks: int, init: Any) -> None:
+    model = plain(Model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(*batch(step)).backward()
+        optimizer.step()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for found in run_ranks(blocks_without_a_wrapper, ranks, init={**init, "gradients": "mean"}):
+        assert_equal(found, expected)

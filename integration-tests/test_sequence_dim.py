@@ -1,0 +1,200 @@
+"""Tensor-parallel layers on activations that are batch first, as in BMTrain's example, or sequence first."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bmt_core
+from bmt_core import DistributedModule, DistributedParameter
+from bmt_core.errors import ConfigError
+from bmt_core.loss import FusedCrossEntropy
+from bmt_core.run.runtime import current
+from bmt_core.testing import run_ranks
+from bmt_optim import OptimManager
+from bmt_tp import ColumnParallelLinear, OpParallelLinear, ReduceType, RowParallelLinear, VPEmbedding
+from bmt_zero import Block
+
+WORDS, FEATURES, HEADS, SEQUENCE, STEPS = 12, 8, 4, 8, 3
+Record = dict[str, torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Causal attention on (batch, sequence, features), of which BMTrain's layers get (batch, sequence / tp, features)."""
+
+    def __init__(self, is_parallel: bool) -> None:
+        super().__init__()
+        if is_parallel:
+            self.qkv: nn.Module = ColumnParallelLinear(FEATURES, 3 * FEATURES, sections=(FEATURES,) * 3)
+            self.out: nn.Module = RowParallelLinear(FEATURES, FEATURES)
+        else:
+            self.qkv, self.out = nn.Linear(FEATURES, 3 * FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.norm = nn.LayerNorm(FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, FEATURES // HEADS)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        read = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(read.transpose(1, 2).flatten(2))
+
+
+class FeedForward(DistributedModule):
+    """Products by the function that BMTrain's users call, the second of which splits its input itself."""
+
+    def __init__(self, is_parallel: bool) -> None:
+        super().__init__()
+        self.is_parallel = is_parallel
+        if is_parallel:
+            tp = current().topology.axis_size("tp")
+            normal = bmt_core.ParameterInitializer(nn.init.normal_)
+            sizes = ((4 * FEATURES // tp, FEATURES, 0), (FEATURES, 4 * FEATURES // tp, 1))
+            self.up, self.down = (
+                DistributedParameter(torch.empty(out, own), init_method=normal, tp_mode=True, tp_split_dim=dim)
+                for out, own, dim in sizes
+            )
+            self.last: nn.Module = RowParallelLinear(FEATURES, FEATURES, split_input=True)
+        else:
+            self.up, self.down = (
+                nn.Parameter(torch.empty(4 * FEATURES, FEATURES)),
+                nn.Parameter(torch.empty(FEATURES, 4 * FEATURES)),
+            )
+            self.last = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_parallel:
+            return x + self.last(F.gelu(x @ self.up.t()) @ self.down.t())
+        inner = F.gelu(OpParallelLinear.apply(x, self.up, None, True))
+        added = OpParallelLinear.apply(inner, self.down, None, False, False, False, ReduceType.REDUCE_SCATTER)
+        return x + self.last(added)
+
+
+class Model(DistributedModule):
+    """As BMTrain's GPT: ids (batch, sequence) of which a rank takes its positions, to logits of its part of the vocabulary."""
+
+    def __init__(self, is_parallel: bool) -> None:
+        super().__init__()
+        self.is_parallel = is_parallel
+        self.table: nn.Module = (
+            VPEmbedding(WORDS, FEATURES, dtype=torch.float32) if is_parallel else nn.Embedding(WORDS, FEATURES)
+        )
+        self.layers = nn.ModuleList([kind(is_parallel) for _ in range(2) for kind in (Attention, FeedForward)])
+        if is_parallel:
+            for layer in self.layers:
+                Block(layer)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.is_parallel:
+            topology = current().topology
+            ids = ids.chunk(topology.axis_size("tp"), dim=1)[topology.axis_rank("tp")]
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.table(x, projection=True) if self.is_parallel else x @ self.table.weight.t()
+        return logits
+
+
+def values() -> Record:
+    generator = torch.Generator().manual_seed(1)
+    model = Model(is_parallel=False)
+    return {name: torch.randn(p.shape, generator=generator) * 0.4 for name, p in model.named_parameters()}
+
+
+def trained(batch: int, initial: Record) -> Record:
+    """Losses and parameters; each rank along tp sees the same sequences."""
+    is_parallel = bmt_core.is_initialized()
+    model = Model(is_parallel)
+    model.load_state_dict(initial)
+    loss_of: nn.Module = FusedCrossEntropy(parallel=True) if is_parallel else nn.CrossEntropyLoss()
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    record: Record = {}
+    for step in range(STEPS):
+        data = torch.randint(WORDS, (batch, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
+        manager.zero_grad()
+        logits = model(data[:, :-1])
+        loss = loss_of(logits.flatten(0, 1), data[:, 1:].flatten())
+        manager.backward(loss)
+        record[f"loss {step}"] = loss.detach()
+        manager.step()
+    return record | {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("batch", "settings"), [(1, {"sequence_dim": 1}), (4, {"sequence_dim": 1})])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_batch_first_activations_train_as_in_plain_torch(batch: int, settings: Any, tp_size: int) -> None:
+    initial = values()
+    expected = trained(batch, initial)
+    for found in run_ranks(trained, tp_size, batch, initial, init={"tp_size": tp_size, **settings}):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def rows_of_one_sequence(initial: Record) -> tuple[torch.Tensor, list[str]]:
+    """BMTrain's layout at batch 1, undeclared: (1, sequence / tp, features) are rows in order."""
+    table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
+    table.load_state_dict({"weight": initial["table.weight"]})
+    topology = current().topology
+    own = torch.arange(SEQUENCE).unsqueeze(0).chunk(topology.axis_size("tp"), dim=1)[topology.axis_rank("tp")]
+    with warnings.catch_warnings(record=True) as caught:
+        logits = table(table(own), projection=True)
+    return logits.flatten(0, 1), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_one_batch_first_sequence_gives_logits_in_the_order_of_its_positions(tp_size: int) -> None:
+    initial = values()
+    table = initial["table.weight"]
+    expected = table[:SEQUENCE] @ table.t()
+    results = run_ranks(rows_of_one_sequence, tp_size, initial, init={"tp_size": tp_size})
+    torch.testing.assert_close(torch.cat([logits for logits, _ in results], -1), expected)
+    assert all(not said for _, said in results)
+
+
+def undeclared() -> list[str]:
+    table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
+    bmt_core.init_parameters(table)
+    ids = torch.arange(4).view(2, 2) + current().rank
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        table(table(ids), projection=True)
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_may_be_batch_first_or_sequence_first_is_warned_about_unless_declared() -> None:
+    first, second = run_ranks(undeclared, 2, init={"tp_size": 2})
+    assert len(first) == 1 and "VPEmbedding takes (2, 2) for (sequence / tp, batch, ...)" in first[0] and not second
+    for declared in (0, 1):
+        assert run_ranks(undeclared, 2, init={"tp_size": 2, "sequence_dim": declared}) == [[], []]
+
+
+def flat_rows() -> str:
+    layer = ColumnParallelLinear(FEATURES, 4)
+    bmt_core.init_parameters(layer)
+    with pytest.raises(ValueError) as caught:
+        layer(torch.ones(3, FEATURES))
+    return str(caught.value)
+
+
+def test_flat_rows_have_no_sequence_dim() -> None:
+    for said in run_ranks(flat_rows, 2, init={"tp_size": 2, "sequence_dim": 1}):
+        assert said.startswith("With sequence_dim=1 tensor-parallel layers expect (batch, sequence / tp, ...)")
+
+
+def another_dim() -> str:
+    with pytest.raises(ConfigError) as caught:
+        bmt_core.init_distributed(sequence_dim=2)
+    return str(caught.value)
+
+
+def test_a_sequence_dim_is_0_or_1() -> None:
+    (said,) = run_ranks(another_dim, 1, init=None)
+    assert said == "sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not 2."

@@ -1,0 +1,134 @@
+"""``GradientComparison``: finds gradients that are summed over ranks which all have computed the
+whole gradient.
+
+Along an axis whose ranks see the same data, a parameter without a declared :class:`Locality` is
+sharded, and its gradient is summed. That is right if each rank has computed a part, from rows of
+its own. If the ranks have computed the same gradient, each the whole, then the sum is too large by
+the size of the axis, and nothing else shows it: the loss is right, and Adam hides the factor. So
+the ranks compare their own gradients before the reduction. Declarations are compared, too: ranks
+that each have a whole gradient, by declaration, update copies of the parameter, which must stay
+equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bmt_core.comm.protocols import Group
+from bmt_core.errors import ConfigError
+from bmt_core.run.bmtrain_names import how_to_declare_whole
+from bmt_core.run.locality import Locality, local_axes_of
+from bmt_core.run.runtime import current
+from bmt_core.run.same_data import Occasions, agree, fingerprints_of_ranks
+from bmt_core.run.topology import Topology
+
+# Relative to the norm. Undeclared: only gradients that differ by nothing but the order of sums
+# count as the same, because shares of large batches are similar. Declared: what differs by more
+# than any rounding is not the same.
+_SAME = {1: 1e-3, 2: 1e-3, 4: 1e-5, 8: 1e-10}
+_DIFFERENT = {1: 3e-2, 2: 3e-2, 4: 1e-3, 8: 1e-3}
+
+
+class GradientComparison:
+    """Compares gradients of the same parameters again and again, as :class:`Occasions` says."""
+
+    def __init__(self) -> None:
+        self._occasions = Occasions()
+
+    def check(self, parameters: Sequence[torch.Tensor], gradients: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Compare this rank's own whole ``gradients``, before they are reduced, with those of ranks
+        that see the same data.
+
+        ``parameters`` lie on the same ranks. Collective over all ranks that have them; on CUDA the
+        host waits for the device when a comparison is due. Raises :class:`ConfigError` on all these
+        ranks if an undeclared gradient is the same on all ranks along an axis, or if a gradient or
+        value differs that was declared whole.
+        """
+        topology = current().topology
+        axes = [axis for axis in topology.same_data_axes if topology.axis_size(axis) > 1]
+        if not axes or not self._occasions.has_come():
+            return
+        localities = [{place.axis: place for place in getattr(p, "locality", ())} for p in parameters]
+        group = _group_of(parameters[0], topology)
+        if group is None or not any(_is_compared(locality.get(axis)) for axis in axes for locality in localities):
+            return
+        own = list(gradients())
+        # A value is compared by its part: ranks along an axis along which a parameter is whole have
+        # the same part.
+        tensors = [*own, *(parameter.detach() for parameter in parameters)]
+        found = fingerprints_of_ranks(tensors, group, f"to compare gradients of {_name(parameters[0])} and others")
+        of_gradients, of_values = found[:, : len(own)], found[:, len(own) :]
+        for axis in axes:
+            lines = _lines(topology, axis, group)
+            for number, (parameter, locality) in enumerate(zip(parameters, localities, strict=True)):
+                place, bytes_ = locality.get(axis), _bytes_of_number(parameter.dtype)
+                if place is None and any(_are_same(of_gradients[line, number], _SAME[bytes_]) for line in lines):
+                    raise _undeclared(parameter, axis)
+                if place is not None and place.gradients == "whole":
+                    for what, numbers in (("gradient", of_gradients), ("value", of_values)):
+                        if any(_differ(numbers[line, number], _DIFFERENT[bytes_]) for line in lines):
+                            raise _not_whole(parameter, axis, what)
+
+
+def _is_compared(place: Locality | None) -> bool:
+    return place is None or place.gradients == "whole"
+
+
+def _group_of(parameter: torch.Tensor, topology: Topology) -> Group | None:
+    """Return the group of all ranks that compute gradients of ``parameter``; None if the user chose
+    its ranks.
+    """
+    locality: tuple[Locality, ...] = getattr(parameter, "locality", ())
+    ranks: Group | None = getattr(parameter, "shard_group", None)
+    if ranks is not None and ranks.ranks != topology.shard_group(local_axes_of(locality)).ranks:
+        return None
+    own = {place.axis for place in locality if place.is_own}
+    return topology.group(axis for axis in topology.sizes if axis not in own)
+
+
+def _lines(topology: Topology, axis: str, group: Group) -> list[list[int]]:
+    """Return the indices in ``group`` of each set of ranks that differ along ``axis`` alone."""
+    lines = [[group.ranks.index(rank) for rank in ranks if rank in group.ranks] for ranks in topology.ranks((axis,))]
+    return [line for line in lines if len(line) > 1]
+
+
+def _are_same(found: torch.Tensor, tolerance: float) -> bool:
+    """Whether there is a gradient, and its fingerprints ``found`` (ranks, 3) agree."""
+    is_there = bool(torch.isfinite(found).all() and found[:, 0].amin() > 0)
+    return is_there and bool(agree(found.unsqueeze(1), tolerance))
+
+
+def _differ(found: torch.Tensor, tolerance: float) -> bool:
+    return bool(torch.isfinite(found).all()) and not bool(agree(found.unsqueeze(1), tolerance))
+
+
+def _bytes_of_number(dtype: torch.dtype) -> int:
+    return dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
+
+
+def _name(parameter: torch.Tensor) -> str:
+    name: str | None = getattr(parameter, "description", None)
+    return name or f"an ordinary parameter of shape {tuple(parameter.shape)}"
+
+
+def _undeclared(parameter: torch.Tensor, axis: str) -> ConfigError:
+    size = current().topology.axis_size(axis)
+    return ConfigError(
+        f"All {size} ranks along {axis!r} have computed the same gradient of {_name(parameter)}. It"
+        f" would be summed over them, and be {size} times too large. If each of these ranks"
+        " computes the module whole, say so before the model is wrapped:"
+        f" {how_to_declare_whole(axis)}. If a layer should get other rows from each rank, give each"
+        " its own rows. If the gradients are parts that only happen to be equal:"
+        f" set_locality(module, Locality({axis!r}, gradients='share'))."
+    )
+
+
+def _not_whole(parameter: torch.Tensor, axis: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"The {what} of {_name(parameter)} differs between ranks along {axis!r}, although the"
+        " parameter was declared whole there (gradients='whole'), and every rank updates a copy of"
+        " it. These ranks must compute it from the same data, with the same values and random"
+        " numbers. If each computes it from rows of its own, declare gradients='share'."
+    )

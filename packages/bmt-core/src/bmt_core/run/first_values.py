@@ -1,0 +1,80 @@
+"""``FirstValues``: checks, at the first call of a model, that all ranks have cut their parts out of
+the same values.
+
+Each rank keeps its part of a whole tensor that every rank was given. If the ranks were given
+different ones (weights loaded on rank 0 only, or another seed on every rank), the parts would be
+stitched together to a model that nobody has made. So a rank notes a sum of the bits of each whole
+tensor when it keeps its part. At the first call of a module the ranks compare them. Values that
+were set in between, by :func:`init_parameters` or from a file, are not compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from bmt_core.comm.call_check import call_purpose
+from bmt_core.comm.protocols import Group
+from bmt_core.run.equal_values import Entry, check_equal_entries, sum_of_bits
+
+_ADVICE = (
+    "Every rank must begin with the same values: make the model after init_distributed(), which"
+    " seeds all ranks alike, without a seed of the rank's own, and load files on every rank. Or"
+    " let BMTrainModelWrapper(model, sync='rank0') send those of rank 0 to all."
+)
+
+
+class FirstValues:
+    """The sums of bits that are noted and not yet compared, by the group of ranks that must have
+    the same values.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[tuple[int, ...], tuple[Group, list[_Noted]]] = {}
+
+    def note(self, kept: torch.Tensor, whole: torch.Tensor, group: Group, name: str = "") -> None:
+        """Note the values of ``whole``, of which this rank has kept ``kept``; all ranks of
+        ``group`` must have the same.
+
+        ``name`` is for errors; by default that of ``kept`` when the values are compared. Sparse
+        tensors are not compared. Communicates nothing.
+        """
+        if group.size == 1 or whole.is_meta or whole.layout is not torch.strided:
+            return
+        _, noted = self._noted.setdefault(group.ranks, (group, []))
+        noted.append(_Noted(weakref.ref(kept), kept._version, whole.shape, whole.dtype, sum_of_bits(whole), name))
+
+    def compare(self) -> None:
+        """Compare all values that were noted since the last comparison. Collective over each group
+        that has any.
+
+        Raises :class:`ConfigError` on all ranks of a group, with the name of the first tensor that
+        differs.
+        """
+        if not self._noted:
+            return
+        noted, self._noted = self._noted, {}
+        for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
+            with call_purpose("to compare the first values of parameters and buffers"):
+                check_equal_entries(list(_entries(values)), group, _ADVICE)
+
+
+class _Noted(NamedTuple):
+    kept: weakref.ref[torch.Tensor]
+    version: int
+    shape: torch.Size
+    dtype: torch.dtype
+    bits: torch.Tensor
+    name: str
+
+
+def _entries(values: Iterable[_Noted]) -> Iterable[Entry]:
+    for value in values:
+        kept, name = value.kept(), None
+        if kept is not None:  # the entry of a freed tensor stays: the list must have the same length on every rank
+            name = value.name or getattr(kept, "label", "") or "a parameter"
+        is_changed = kept is None or kept._version != value.version
+        yield Entry(name, tuple(value.shape), str(value.dtype), None if is_changed else int(value.bits))

@@ -1,0 +1,63 @@
+"""Checks that ranks along ``tp`` pass to a parallel layer what it expects: rows of their own, or
+the same rows.
+
+A layer that gathers rows multiplies the rows of all ranks. If each rank passes the whole batch,
+every product is computed on as many copies of the batch as there are ranks: outputs are right, and
+gradients too large by that factor. A layer that does not gather computes other features of the same
+rows on each rank. Both are compared as occasions come, in training only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bmt_core.errors import ConfigError
+from bmt_core.run.same_data import agree, fingerprints_of_ranks
+from bmt_tp.tensor_group import tensor_ranks
+
+_SAME = 1e-12  # relative to the norm: equal rows give equal fingerprints
+_ALIKE = 1e-3  # rows of one rank that vary by less are alike
+_DIFFERENT = 1e-2  # more than rows of one batch differ that each rank has computed by itself
+
+
+def check_own_rows(rows: torch.Tensor, layer: str) -> None:
+    """Raise :class:`ConfigError` on all ranks along ``tp`` if all pass the same ``rows`` to a layer
+    that gathers them.
+
+    Rows that are all alike say nothing. Collective if an occasion has come.
+    """
+    ranks = tensor_ranks()
+    if ranks.size == 1 or not ranks.row_occasions.has_come():
+        return
+    found = fingerprints_of_ranks([rows, rows - rows[:1]], ranks.group, "to compare rows of a parallel layer")
+    length, variation = found[0, :, 0]
+    if not agree(found, _SAME).all() or variation <= _ALIKE * length:
+        return
+    raise ConfigError(
+        f"All {ranks.size} ranks along 'tp' passed the same rows {tuple(rows.shape)} to {layer},"
+        f" which gathers rows: each expects rows of its own, 1/{ranks.size} of dim 0, and gradients"
+        f" would be {ranks.size} times too large. Give each rank its part, utils.tp_split_tensor(x,"
+        " 0), or take layers that do not gather: ColumnParallelLinear(gather_input=False) and"
+        " RowParallelLinear(all_reduce_output=True), with whole(module) for the plain modules"
+        " around."
+    )
+
+
+def check_same_rows(rows: torch.Tensor, layer: str) -> None:
+    """Raise :class:`ConfigError` on all ranks along ``tp`` if they pass different ``rows`` to a
+    layer that does not gather them.
+
+    Collective if an occasion has come.
+    """
+    ranks = tensor_ranks()
+    if ranks.size == 1 or not ranks.row_occasions.has_come():
+        return
+    found = fingerprints_of_ranks([rows], ranks.group, "to compare rows of a parallel layer")
+    if not torch.isfinite(found).all() or agree(found, _DIFFERENT):
+        return
+    raise ConfigError(
+        f"The ranks along 'tp' passed different rows {tuple(rows.shape)} to {layer}, which does not"
+        " gather rows: all expect the same ones. Give these ranks the same data"
+        " (current().topology.data_rank says which) and the same first values, or, if each has"
+        " rows of its own, take gather_input=True."
+    )

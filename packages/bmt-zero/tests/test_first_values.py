@@ -1,0 +1,161 @@
+"""Ranks that begin with different values find it out at the first call; ``sync="rank0"`` makes them alike."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bmt_core
+from bmt_core import DistributedModule, DistributedParameter, init_parameters
+from bmt_core.errors import ConfigError
+from bmt_core.nn import Linear
+from bmt_core.testing import run_ranks
+from bmt_zero import Block, BMTrainModelWrapper
+
+
+class Model(nn.Module):
+    """Two layers, one with a buffer, and a head."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+        self.register_buffer("mean", torch.zeros(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x - self.mean)
+        return out
+
+
+def made(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model()
+
+
+def said(call: Any) -> str:
+    """The error of the first call."""
+    with pytest.raises(ConfigError) as caught:
+        call(torch.ones(2, 4))
+    return str(caught.value)
+
+
+def other_seeds() -> str:
+    return said(BMTrainModelWrapper(made(bmt_core.rank())))
+
+
+def one_layer_loaded_on_rank_0_only() -> str:
+    model = made()
+    if bmt_core.rank() == 0:
+        nn.init.ones_(model.head.weight)
+    return said(BMTrainModelWrapper(model))
+
+
+def a_buffer() -> str:
+    model = made()
+    model.mean += bmt_core.rank()
+    return said(BMTrainModelWrapper(model))
+
+
+def a_buffer_in_a_block() -> str:
+    model = made()
+    model.layers[1].running_var.add_(bmt_core.rank())  # type: ignore[operator, union-attr]
+    return said(BMTrainModelWrapper(model))
+
+
+def a_block_without_a_wrapper() -> str:
+    torch.manual_seed(bmt_core.rank())
+    return said(Block(nn.Linear(4, 4)))
+
+
+def a_parameter_made_by_hand() -> str:
+    class Layer(DistributedModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = DistributedParameter(torch.full((4,), float(bmt_core.rank())))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.gain
+
+    return said(Layer())
+
+
+CASES = {
+    other_seeds: "weight has other values on rank 1 than on rank 0.",
+    one_layer_loaded_on_rank_0_only: "head.weight has other values on rank 1 than on rank 0.",
+    a_buffer: "the buffer Model.mean has other values on rank 1 than on rank 0.",
+    a_buffer_in_a_block: "the buffer BatchNorm1d.running_var has other values on rank 1",
+    a_block_without_a_wrapper: "weight has other values on rank 1 than on rank 0.",
+    a_parameter_made_by_hand: "Layer.gain has other values on rank 1 than on rank 0.",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_begin_with_other_values_are_told_which(case: Any, ranks: int) -> None:
+    for text in run_ranks(case, ranks):
+        assert CASES[case] in text and "BMTrainModelWrapper(model, sync='rank0')" in text
+
+
+def sent_by_rank_0() -> dict[str, torch.Tensor]:
+    model = made(bmt_core.rank())
+    model.mean += bmt_core.rank()
+    BMTrainModelWrapper(model, sync="rank0")
+    model(torch.ones(2, 4)).sum().backward()
+    return {**model.state_dict(), "mean": model.mean}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rank_0_sends_its_values_to_all(ranks: int) -> None:
+    plain = made()
+    plain(torch.ones(2, 4))  # moves the running mean
+    for found in run_ranks(sent_by_rank_0, ranks):
+        assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
+
+
+def set_before_the_first_call(path: str) -> None:
+    """Values that a file, a state_dict or an initialisation replaces may differ."""
+    if bmt_core.rank() == 0:
+        torch.save(made().state_dict(), path)
+    bmt_core.synchronize()
+    x = torch.ones(2, 4)
+    for seed in (bmt_core.rank() + 1, 5):
+        loaded = BMTrainModelWrapper(made(seed))
+        bmt_core.load(loaded, path)
+        loaded(x)
+        filled = BMTrainModelWrapper(made(seed))
+        filled.load_state_dict(made().state_dict())
+        filled(x)
+        torch.manual_seed(seed)
+        drawn = Linear(4, 3)
+        init_parameters(drawn)
+        drawn(x)
+        copied = BMTrainModelWrapper(made())
+        copy.deepcopy(copied)(x)
+
+
+def test_values_that_are_set_before_the_first_call_are_not_compared(tmp_path: Any) -> None:
+    run_ranks(set_before_the_first_call, 2, str(tmp_path / "model.pt"))
+
+
+def sync_of_what_is_sharded() -> tuple[str, str]:
+    model = made()
+    Block(model.layers[0])
+    with pytest.raises(ConfigError) as sharded:
+        BMTrainModelWrapper(model, sync="rank0")
+    with pytest.raises(ConfigError) as unknown:
+        BMTrainModelWrapper(made(), sync="rank1")  # type: ignore[arg-type]
+    return str(sharded.value), str(unknown.value)
+
+
+def test_values_of_parts_cannot_be_sent() -> None:
+    for sharded, unknown in run_ranks(sync_of_what_is_sharded, 2):
+        assert sharded.startswith("layers.0.weight is sharded already, and sync='rank0' sends whole values.")
+        assert unknown == "sync must be 'rank0' or None, not 'rank1'."
