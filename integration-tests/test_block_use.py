@@ -92,6 +92,7 @@ def test_blocks_gather_and_reduce_as_the_schedule_says(schedule: str, level: int
             driven, 2, schedule, blocks, level, use_checkpoint, delay, init={"comm_backend": "recording"}
         ):
             torch.testing.assert_close(found, expected)
+            counts[0]["all_gather"] -= 1  # the first call compares the ranks' first values
             for count in counts:
                 assert fewest <= count.pop("all_gather", 0) <= most
                 assert count == {"all_reduce" if level == 0 else "reduce_scatter": blocks}

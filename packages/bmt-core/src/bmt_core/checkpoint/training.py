@@ -36,6 +36,7 @@ from bmt_core.checkpoint.format_choice import FormatChoice, choose_format
 from bmt_core.checkpoint.loading import prepared_load
 from bmt_core.checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
 from bmt_core.checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
+from bmt_core.checkpoint.run_directory_lock import lock_run_directory
 from bmt_core.checkpoint.safetensors_layout import check_entries
 from bmt_core.checkpoint.saving import save_file, write_checkpoint
 from bmt_core.checkpoint.snapshot import snapshot
@@ -95,7 +96,11 @@ def save_checkpoint(
     format is written by rank 0, for which tensors are gathered one by one; with ``non_blocking`` rank 0 holds them all until they
     are written. Its name is stored, so that :func:`load_checkpoint` finds it among the registered ones.
 
-    Raises :class:`CheckpointError` on every rank when a rank cannot write.
+    One run at a time saves to ``dir``: from its first save until ``shutdown()``, rank 0 holds a lock on the file
+    ``dir/.written-by``. The lock of a process that died is free.
+
+    Raises :class:`CheckpointError` on every rank when a rank cannot write, or another run saves to ``dir``; that error names its
+    process and host.
     """
     if step < 0:
         raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
@@ -107,7 +112,9 @@ def save_checkpoint(
     with ExitStack() as stack:
         with collective_section(world_group(), what) as results:
             join_last_save()
-            # After join_last_save(): no other save writes there now.
+            if world_group().rank == 0:
+                lock_run_directory(final.parent)
+            # After join_last_save() and the lock: no other save writes there now.
             stack.enter_context(_removed_on_failure(temporary))
             chosen = None if format is None else choose_format(final, format)
             of_model = LocalState.of_model(model, is_snapshot=non_blocking)
