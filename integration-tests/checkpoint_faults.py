@@ -293,8 +293,8 @@ def full_disks(folder: Path, count: int, draw: random.Random) -> Outcome:
                 refused += 1
                 if "annot write" not in message or newest is None or newest.name != f"step-{old}":
                     complaints.append(f"limit {limit}: {newest} is left after: {message}")
-                if rank == 0 and sorted(path.name for path in runs.iterdir()) != ["latest", f"step-{old}"]:
-                    complaints.append(f"limit {limit} leaves {sorted(path.name for path in runs.iterdir())}")
+                if rank == 0 and sorted(path.name for path in runs.glob("[!.]*")) != ["latest", f"step-{old}"]:
+                    complaints.append(f"limit {limit} leaves {sorted(path.name for path in runs.glob('[!.]*'))}")
             else:
                 old = number + 2
                 if newest is None or newest.name != f"step-{old}":

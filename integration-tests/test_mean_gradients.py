@@ -16,6 +16,7 @@ from pipeline_trainings import Piped, of_all_stages, on_grid
 from torch import nn
 from zero_models import Model, batch, full_gradient, my_part
 
+from bmt_core.modules.declared_locality import set_locality
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.locality import Locality
@@ -158,9 +159,10 @@ def test_gradients_are_divided_by_the_ranks_with_other_data_not_by_those_that_su
 
 def gathered_alone() -> list[list[float]]:
     """Gradients of parameters that are read by ``gather()``: every rank has the gradient 1."""
-    block = Block(Scaled(torch.float32), False, 0, mode="PIPE")  # every rank has all of it
-    places = [Locality("pp"), Locality("tp", gradients="share"), Locality("tp", gradients="whole")]
-    alone = [DistributedParameter(torch.zeros(6), locality=[place]) for place in places]
+    share = Locality("tp", gradients="share")
+    block = Block(set_locality(Scaled(torch.float32), share), False, 0, mode="PIPE")  # every rank has all of it
+    places = [[Locality("pp"), share], [share], [Locality("tp", gradients="whole")]]
+    alone = [DistributedParameter(torch.zeros(6), locality=place) for place in places]
     parameters = [block.weight, *alone]
     sum(p.gather().sum() for p in parameters).backward()
     return [p.gather_like(p.grad).unique().tolist() for p in parameters]

@@ -20,7 +20,9 @@ def trained() -> list[torch.Tensor]:
     out = layer(BATCHES[rank()])
     out.square().sum().backward()
     assert out.equal(OpLinear.apply(BATCHES[rank()], *state))
-    assert Linear(3, 5, bias=False, dtype=torch.float64)(BATCHES[0].double()).shape == (2, 2, 5)
+    double = Linear(3, 5, bias=False, dtype=torch.float64)
+    init_parameters(double)
+    assert double(BATCHES[0].double()).shape == (2, 2, 5)
     assert repr(layer) == "Linear(in_features=3, out_features=5, bias=True)"
     parameters = [layer._parameters["weight"], layer._parameters["bias"]]
     return [*state, *(parameter.gather_like(parameter.grad) for parameter in parameters)]  # type: ignore[union-attr, operator]

@@ -71,7 +71,7 @@ def test_a_second_run_is_refused_with_process_and_host_of_the_first_until_that_d
     assert run_ranks(save, world_size, str(tmp_path), 9) == ["step-9"] * world_size
 
 
-def test_shutdown_gives_the_directory_free(tmp_path: Path) -> None:
+def test_shutdown_gives_the_directory_free_and_leaves_no_file(tmp_path: Path) -> None:
     script = """
     for step in (1, 2):
         bmt_core.init_distributed()
@@ -81,7 +81,9 @@ def test_shutdown_gives_the_directory_free(tmp_path: Path) -> None:
     """
     first = start(script, tmp_path)
     try:
+        assert not (tmp_path / run_directory_lock.LOCK_FILE).exists()
         assert run_ranks(save, 2, str(tmp_path), 3) == ["step-3"] * 2
+        assert not (tmp_path / run_directory_lock.LOCK_FILE).exists()
     finally:
         end(first)
 
@@ -128,6 +130,25 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="has no locks .No locks available.: if a second run wrote"):
+    with pytest.warns(UserWarning, match="has no locks .No locks available.: if a second run writes"):
         run_directory_lock.lock_run_directory(tmp_path)
     run_directory_lock.lock_run_directory(tmp_path)  # says so once
+
+
+def lock_and_unlock(folder: str, turns: int) -> int:
+    """Return how often this process had the lock; while it has it, no other one may."""
+    path, had = Path(folder), 0
+    for _ in range(turns):
+        try:
+            run_directory_lock.lock_run_directory(path)
+        except CheckpointError:
+            continue
+        had += 1
+        (path / "held").mkdir()  # raises if another process has the lock
+        (path / "held").rmdir()
+        run_directory_lock._unlock_all()
+    return had
+
+
+def test_processes_that_take_and_release_a_lock_never_have_it_together(tmp_path: Path) -> None:
+    assert all(run_ranks(lock_and_unlock, 4, str(tmp_path), 500))

@@ -1,6 +1,6 @@
-"""One run at a time writes checkpoints to a directory: its rank 0 holds a lock of the operating system on a file there.
+"""One run at a time writes checkpoints to a directory: its rank 0 locks a file there, and deletes it at ``shutdown()``.
 
-The lock ends with the process that holds it, however that process ends. On NFS, the lock of a host that lost its power ends
+The lock is the operating system's. It ends with the process that holds it, however that process ends. On NFS, the lock of a host that lost its power ends
 when the server gives it up, after a minute or two.
 """
 
@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import warnings
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import current, is_initialized
 
 LOCK_FILE = ".written-by"
-_locked: dict[str, int] = {}  # directory: the descriptor of its file
+_locked: dict[Path, int] = {}  # the descriptors of files that this process has locked
 
 
 def lock_run_directory(folder: Path) -> None:
@@ -26,53 +27,63 @@ def lock_run_directory(folder: Path) -> None:
 
     Raises :class:`CheckpointError` if another process has the lock.
     """
-    key, path = os.path.realpath(folder), folder / LOCK_FILE
-    if key in _locked:
-        if path.exists() and os.path.samestat(os.fstat(_locked[key]), path.stat()):
+    path = Path(os.path.realpath(folder)) / LOCK_FILE
+    if path in _locked:
+        if _is_open_file(path, _locked[path]):
             return
-        os.close(_locked.pop(key))  # somebody deleted the file
+        os.close(_locked.pop(path))  # somebody has deleted the file
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise CheckpointError(cannot_write(path, error)) from error
-    try:
-        _lock(descriptor, folder)
-        os.ftruncate(descriptor, 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _open_and_lock(path)
+        while not _is_open_file(path, descriptor):  # the run that had the lock has just ended, and deleted the file
+            os.close(descriptor)
+            descriptor = _open_and_lock(path)
+        _locked[path] = descriptor
         started = datetime.now().astimezone().isoformat(timespec="seconds")
+        os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()} since {started}\n".encode(), 0)
     except OSError as error:
-        os.close(descriptor)
         raise CheckpointError(cannot_write(path, error)) from error
-    except CheckpointError:
-        os.close(descriptor)
-        raise
-    _locked[key] = descriptor
     if is_initialized() and _unlock_all not in current().at_shutdown:
         current().at_shutdown.append(_unlock_all)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _open_and_lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         writer = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
         raise CheckpointError(
-            f"Another run writes its checkpoints to {folder}: {writer}. Two runs would overwrite each other's files."
+            f"Another run writes its checkpoints to {path.parent}: {writer}. Two runs would overwrite each other's files."
             " Stop that one, or give this one another directory."
         ) from error
     except OSError as error:
         warnings.warn(
-            f"The file system of {folder} has no locks ({error.strerror}): if a second run wrote its checkpoints there, too, nobody"
-            " would notice.",
+            f"The file system of {path.parent} has no locks ({error.strerror}): if a second run writes its checkpoints there, too,"
+            " it is not noticed.",
             stacklevel=2,
         )
+    return descriptor
+
+
+def _is_open_file(path: Path, descriptor: int) -> bool:
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))
 
 
 def _unlock_all() -> None:
-    for key in list(_locked):
-        os.close(_locked.pop(key))
+    for path, descriptor in _locked.items():
+        with suppress(OSError):
+            if _is_open_file(path, descriptor):
+                path.unlink()
+    _close_all()
+
+
+def _close_all() -> None:
+    while _locked:
+        os.close(_locked.popitem()[1])
 
 
 # A forked process, such as a worker of a DataLoader, may outlive this one. It must not keep the lock.
-os.register_at_fork(after_in_child=_unlock_all)
+os.register_at_fork(after_in_child=_close_all)

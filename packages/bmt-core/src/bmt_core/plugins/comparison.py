@@ -103,8 +103,8 @@ def compare_reports(reports: Sequence[RankReport]) -> Verdict:
     >>> print(compare_reports([RankReport((lion,)), RankReport(()), RankReport(())]).text)
     Ranks 1-2 have other plugins than rank 0: lion is missing.
     Install the same packages, pass the same plugins and set the same BMT_DISABLE_PLUGINS on every rank.
-    >>> print(compare_reports([RankReport((), settings={"tp_size": size}) for size in "12"]).text)
-    Rank 1 has other settings than rank 0: tp_size is 2 instead of 1.
+    >>> print(compare_reports([RankReport((), settings={"pipe_size": size}) for size in "12"]).text)
+    Rank 1 has other settings than rank 0: pipe_size is 2 instead of 1.
     Call init_distributed() with the same arguments, in the same environment, on every rank.
     """
     lines = _lines("plugins", [list(_other_plugins(reports[0], report)) for report in reports])

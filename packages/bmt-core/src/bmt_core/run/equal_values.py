@@ -78,6 +78,8 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     tensor(False)
     """
     flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORDS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     places = torch.arange(min(len(words), _AT_ONCE), device=tensor.device)

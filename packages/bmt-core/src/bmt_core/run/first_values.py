@@ -22,8 +22,9 @@ from bmt_core.run.equal_values import Entry, check_equal_entries, sum_of_bits
 
 _ADVICE = (
     "Every rank must begin with the same values: make the model after init_distributed(), which"
-    " seeds all ranks alike, without a seed of the rank's own, and load files on every rank. Or"
-    " let BMTrainModelWrapper(model, sync='rank0') send those of rank 0 to all."
+    " seeds all ranks alike, without a seed of the rank's own, give bmt's layers their values by"
+    " init_parameters(model), and load files on every rank. Or let BMTrainModelWrapper(model,"
+    " sync='rank0') send those of rank 0 to all."
 )
 
 
