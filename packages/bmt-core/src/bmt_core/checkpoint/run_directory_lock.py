@@ -1,7 +1,7 @@
 """One run at a time writes checkpoints to a directory: its rank 0 locks a file there, and deletes it at ``shutdown()``.
 
-The lock is the operating system's. It ends with the process that holds it, however that process ends. On NFS, the lock of a host that lost its power ends
-when the server gives it up, after a minute or two.
+The lock is the operating system's. It ends with the process that holds it, however that process ends. On NFS, the lock of a
+host that lost its power ends when the server gives it up, after a minute or two.
 """
 
 from __future__ import annotations
