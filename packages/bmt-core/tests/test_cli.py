@@ -202,6 +202,8 @@ def test_doctor_compares_what_plugins_require_with_what_is_installed(
         ("BMT_KERNELS", "fast", "No kernel provider is named 'fast'"),
         ("BMT_KERNELS", "reference", "as BMT_KERNELS asks"),
         ("RANK", "3", "WORLD_SIZE is not set"),
+        ("PMI_SIZE", "3", "an MPI launcher has started 3 processes"),
+        ("SLURM_NTASKS", "2", "Slurm: rank 0 of 2, local rank 0 of 2, rendezvous at 127.0.0.1:"),
         ("CUDA_LAUNCH_BLOCKING", "1", "waits for every kernel"),
     ],
 )
@@ -212,9 +214,10 @@ def test_doctor_judges_the_environment(
     monkeypatch.setattr("bmt_core.cli.output._WIDTH_WITHOUT_TERMINAL", 400)
     bmt("--help")
     monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("PMI_RANK" if variable == "PMI_SIZE" else "SLURM_PROCID", "0")
     result = bmt("doctor")
     assert text in result.output
-    is_broken = (variable, value) not in (("CUDA_LAUNCH_BLOCKING", "1"), ("BMT_KERNELS", "reference"))
+    is_broken = variable not in ("CUDA_LAUNCH_BLOCKING", "SLURM_NTASKS") and value != "reference"
     assert result.exit_code == int(is_broken)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bmt_core.settings import Launch
+from bmt_core.launch import Launch
 from bmt_core.testing import Outcome, RankFailure, RankPool, gpu_ranks, pytest_plugin, rank_pool, run_ranks
 
 

@@ -22,6 +22,7 @@ from bmt_core.errors import (
     RemoteError,
 )
 from bmt_core.init.parameter_init import ParameterInitializer, init_parameters, iterate_parameters
+from bmt_core.launch import Launch
 from bmt_core.modules.block_use import BlockUse, Scheduled
 from bmt_core.modules.declared_locality import set_locality
 from bmt_core.modules.distributed_module import DistributedModule
@@ -45,7 +46,7 @@ from bmt_core.run.runtime import (
     world_size,
 )
 from bmt_core.run.topology import Topology
-from bmt_core.settings import Launch, MeshAxis, RunSettings
+from bmt_core.settings import MeshAxis, RunSettings
 
 __all__ = [
     "BlockUse",

@@ -1,11 +1,10 @@
-"""The settings of a run (:class:`RunSettings`) and this process's place in it (:class:`Launch`)."""
+"""The settings of a run (:class:`RunSettings`), and the axes of its grid of ranks (:class:`MeshAxis`)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from bmt_core.errors import ConfigError
 
@@ -115,47 +114,6 @@ def check_reduce_dtype(reduce_dtype: ReduceDtype) -> ReduceDtype:
     return reduce_dtype
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """The ranks and sizes that the launcher (``torchrun``, for example) gave this process."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE``; without the first two it is a run of one rank.
-
-        Raises :class:`ConfigError` if only one of these two is set, for values that are not numbers, and for a rank outside the
-        world.
-
-        >>> Launch.from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
-        Launch(rank=1, world_size=4, local_rank=1, local_world_size=4)
-        """
-        environ = os.environ if environ is None else environ
-        if "RANK" not in environ and "WORLD_SIZE" not in environ:
-            return cls()
-        rank = _integer(environ, "RANK")
-        world_size = _integer(environ, "WORLD_SIZE")
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"RANK={rank} is outside of WORLD_SIZE={world_size}. Check the launcher.")
-        local_world_size = _integer(environ, "LOCAL_WORLD_SIZE", default=world_size)
-        local_rank = _integer(environ, "LOCAL_RANK", default=rank % max(local_world_size, 1))
-        return cls(rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size)
-
-
-def check_rendezvous(environ: Mapping[str, str] | None = None) -> None:
-    """Raise :class:`ConfigError` unless the variables are set by which the ``env://`` rendezvous finds the other ranks."""
-    environ = os.environ if environ is None else environ
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} must be set when WORLD_SIZE is above 1. Start with torchrun, which sets them, or set them."
-        )
-
-
 @dataclass(frozen=True)
 class MeshAxis:
     """An axis that a package adds to the rank grid; axes lie from outermost to innermost by ``(order, name)``.
@@ -173,17 +131,3 @@ class MeshAxis:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ConfigError(f"The axis {self.name!r} must have a size of at least 1, not {self.size}.")
-
-
-def _integer(environ: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None:
-        if default is not None:
-            return default
-        raise ConfigError(
-            f"{name} is not set although the launcher set others. Start with torchrun, or unset RANK and WORLD_SIZE."
-        )
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{name} must be an integer, not {text!r}.") from None

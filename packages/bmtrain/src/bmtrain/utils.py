@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import torch
 
 import bmt_core
-from bmt_core.settings import Launch
+from bmt_core.launch import Launch
 
 _WIDTH = 80
 _GIBIBYTE = 2**30

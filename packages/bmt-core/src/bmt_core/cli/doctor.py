@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from rich.console import Console
 
-from bmt_core.cli.environment import Machine, examine_environment
+from bmt_core.cli.environment import Machine, describe_launcher, examine_environment
 from bmt_core.cli.output import make_console, make_table, styled
 from bmt_core.cli.requirements import unmet_requirements
 from bmt_core.errors import BmtError
@@ -80,6 +80,7 @@ def _report_software(report: Report, device: torch.device) -> None:
         ("torch", torch.version.__version__),
         ("device", _describe_device(device)),
         ("engines", ", ".join(_engines())),
+        ("launcher", describe_launcher(os.environ)),
     ]
     report.table("Software and device", rows)
 

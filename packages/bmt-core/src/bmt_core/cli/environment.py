@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bmt_core.errors import ConfigError
-from bmt_core.settings import Launch, check_rendezvous
+from bmt_core.launch import ONE_PROCESS, Launch, rendezvous_address
 
 Severity = Literal["error", "warning", "advice"]
 
@@ -143,19 +143,45 @@ _RULES = (
 )
 
 
+_FOR_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+
+
+def describe_launcher(environ: Mapping[str, str]) -> str:
+    """Return which launcher has started this process, and what it says of ranks and rendezvous.
+
+    >>> describe_launcher({"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"})
+    'Slurm: rank 1 of 2, local rank 1 of 2, rendezvous at 127.0.0.1:26996'
+    >>> describe_launcher({})
+    'none: a run of one rank. torchrun, srun (Slurm) or mpirun (Open MPI) start more'
+    """
+    try:
+        launch = Launch.from_env(environ)
+        if launch.launcher == ONE_PROCESS:
+            return "none: a run of one rank. torchrun, srun (Slurm) or mpirun (Open MPI) start more"
+        ranks = (
+            f"rank {launch.rank} of {launch.world_size}, local rank {launch.local_rank} of {launch.local_world_size}"
+        )
+        if launch.world_size == 1:
+            return f"{launch.launcher}: {ranks}"
+        host, port = rendezvous_address(launch, environ)
+    except ConfigError:
+        return "unknown: see the environment below"
+    return f"{launch.launcher}: {ranks}, rendezvous at {host}:{port}"
+
+
 def _rendezvous(environ: Mapping[str, str]) -> Iterable[Finding]:
     """Check the launcher's variables with the code that reads them at start, and find out whether some are missing."""
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    found = [name for name in launchers if name in environ]
+    found = [name for name in _FOR_LAUNCHERS[:4] if name in environ]
     try:
-        if Launch.from_env(environ).world_size > 1:
-            check_rendezvous(environ)
+        launch = Launch.from_env(environ)
+        if launch.world_size > 1:
+            rendezvous_address(launch, environ)
     except ConfigError as error:
-        yield Finding(
-            "error", ", ".join(found), str(error), "Start with torchrun, or unset them for a run of one rank."
-        )
+        read = [name for name in (*_FOR_LAUNCHERS, *_OF_LAUNCHERS) if name in environ]
+        yield Finding("error", ", ".join(read), str(error), "Start with torchrun, or unset them for a run of one rank.")
         return
-    if found and "RANK" not in found:
+    if found and launch.launcher == ONE_PROCESS:
         yield Finding(
             "warning",
             ", ".join(found),

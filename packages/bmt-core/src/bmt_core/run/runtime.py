@@ -19,6 +19,7 @@ from torch import nn
 from bmt_core.comm.call_check import CallCheck
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
+from bmt_core.launch import OPEN_MPI, SLURM, Launch, rendezvous_address
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from bmt_core.plugins import Registry, compare_across_ranks
@@ -34,11 +35,9 @@ from bmt_core.settings import (
     DEFAULT_REDUCE_DTYPE,
     DEFAULT_ZERO_LEVEL,
     GradientsOfRanks,
-    Launch,
     MeshAxis,
     ReduceDtype,
     RunSettings,
-    check_rendezvous,
     check_timeout,
     common_settings,
 )
@@ -139,8 +138,9 @@ def init_distributed(
 ) -> None:
     """Start bmt in this process; collective over all processes that the launcher started.
 
-    Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT``;
-    with none set it is a run of one rank. Every rank seeds torch, ``random`` and numpy (if it is imported or
+    Rank, world size and rendezvous come from ``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT``, as
+    torchrun sets them, or from the variables of Slurm's ``srun`` or Open MPI's ``mpirun``: see :mod:`bmt_core.launch`.
+    Without any of these it is a run of one rank. Every rank seeds torch, ``random`` and numpy (if it is imported or
     importable) with ``seed``, so parameter initialisation draws the same numbers everywhere; dropout inside bmt's
     modules draws from a stream of its own on each data-parallel rank (see :mod:`bmt_core.run.random_numbers`).
 
@@ -327,31 +327,34 @@ def synchronize() -> None:
 def _connect(init_method: str, launch: Launch, timeout: float) -> dist.Store | None:
     if launch.world_size == 1:
         return None
-    if init_method == "env://":
-        check_rendezvous()
-    key = (init_method, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(launch.rank))
+    address = _address(init_method, launch)
+    key = (init_method, str(address), str(launch.rank))
     if key not in _stores:
         _stores.clear()
-        _stores[key] = _rendezvous(init_method, launch, timeout)
+        _stores[key] = _rendezvous(init_method, address, launch, timeout)
     store = dist.PrefixStore(f"bmt/{_starts}", _stores[key])
     store.set_timeout(timedelta(seconds=timeout))
     return store
 
 
-def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
+def _address(init_method: str, launch: Launch) -> tuple[str, int] | None:
+    """Return host and port of the rendezvous; None if it is no server, but a file for example."""
+    url = urlparse(init_method)
+    if url.scheme == "env":
+        return rendezvous_address(launch)
+    return (url.hostname, url.port) if url.scheme == "tcp" and url.hostname and url.port else None
+
+
+def _rendezvous(init_method: str, address: tuple[str, int] | None, launch: Launch, timeout: float) -> dist.Store:
     """Return the store of ``init_method``. If rank 0 serves it, it does not wait for the others here.
 
     Torch's own rendezvous would wait, and not name the ranks that are missing.
     """
     patience = timedelta(seconds=timeout)
-    url = urlparse(init_method)
-    if url.scheme == "env":
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    elif url.scheme == "tcp" and url.hostname is not None and url.port is not None:
-        host, port = url.hostname, url.port
-    else:
+    if address is None:
         store: dist.Store = next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience))[0]
         return store
+    host, port = address
     serves = launch.rank == 0 and not _launcher_serves_store()
     # The launcher's store outlives the ranks of earlier attempts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -362,7 +365,10 @@ def _rendezvous(init_method: str, launch: Launch, timeout: float) -> dist.Store:
         return dist.PrefixStore(f"attempt/{attempt}", served)
     except dist.DistNetworkError as error:
         if serves:
-            raise
+            raise ConfigError(
+                f"Rank 0 cannot serve the rendezvous at port {port} of this host, which another run may use: {error}"
+                " Set another MASTER_PORT on all ranks."
+            ) from error
         raise RemoteError(
             f"Rank {launch.rank} cannot reach {host}:{port}, where rank 0 or the launcher should be: {error} Look at the output"
             " of rank 0, which may not have started, and at MASTER_ADDR and MASTER_PORT."
@@ -404,6 +410,9 @@ def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:
         raise ConfigError(f"device must be cpu or cuda, not {asked!r}.")
     count = torch.cuda.device_count()
     index = launch.local_rank if device.index is None else device.index
+    if device.index is None and count == 1 and launch.launcher in (SLURM, OPEN_MPI):
+        # Each task sees a device of its own, as with srun --gpus-per-task=1. NCCL refuses a device that two ranks share.
+        index = 0
     if index >= count:
         raise ConfigError(
             f"Rank {launch.rank} needs CUDA device {index}, and this host has {count}."

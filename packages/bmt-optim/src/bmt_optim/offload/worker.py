@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.settings import Launch
+from bmt_core.launch import Launch
 
 VARIABLE = "BMT_OFFLOAD_THREADS"
 Result = TypeVar("Result")

@@ -1,0 +1,238 @@
+"""Launchers: torchrun, Slurm and Open MPI say who a process is and where the others are, or it is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bmt_core.cli.environment import describe_launcher
+from bmt_core.errors import ConfigError
+from bmt_core.launch import Launch, first_host, rendezvous_address, tasks_per_node
+from bmt_core.run.runtime import _choose_device
+from bmt_core.settings import RunSettings
+
+# A step of 6 tasks on two hosts, inside of a job of 8.
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_STEP_NODELIST": "gpu[07,09]",
+    "SLURM_JOB_NODELIST": "gpu[05-09]",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "ENVIRONMENT": "BATCH",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-17@1",
+}
+
+
+def test_no_variables_mean_one_rank() -> None:
+    assert Launch.from_env({}) == Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="none")
+
+
+def test_local_rank_follows_from_rank_where_it_is_not_given() -> None:
+    launch = Launch.from_env({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"})
+    assert (launch.local_rank, launch.local_world_size) == (1, 4)
+
+
+def test_task_of_a_slurm_step_knows_its_place() -> None:
+    launch = Launch.from_env(STEP)
+    assert launch == Launch(rank=5, world_size=6, local_rank=1, local_world_size=2, launcher="Slurm")
+    first = Launch.from_env({**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert first.local_world_size == 4
+    assert rendezvous_address(launch, STEP) == rendezvous_address(first, STEP)
+
+
+def test_rendezvous_of_a_step_is_its_first_host_and_a_port_of_its_own() -> None:
+    launch = Launch.from_env(STEP)
+    host, port = rendezvous_address(launch, STEP)
+    assert host == "gpu07"
+    assert 10_000 <= port < 30_000
+    assert rendezvous_address(launch, {**STEP, "SLURM_STEP_ID": "3"})[1] != port
+    assert rendezvous_address(launch, {**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "77"}) == ("10.0.0.1", 77)
+
+
+def test_one_host_needs_no_name() -> None:
+    one = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "unknown-to-name-servers"}
+    assert rendezvous_address(Launch.from_env(one), one)[0] == "127.0.0.1"
+
+
+def test_process_of_open_mpi_knows_its_place_inside_of_slurm_too() -> None:
+    daemon = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    launch = Launch.from_env({**MPI, **daemon})
+    assert launch == Launch(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="Open MPI")
+    assert rendezvous_address(launch, MPI)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        {name: value for name, value in MPI.items() if name != "PMIX_NAMESPACE"},
+    ],
+)
+def test_what_open_mpi_does_not_tell_is_asked_for(environ: dict[str, str]) -> None:
+    launch = Launch.from_env(environ)
+    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500"):
+        rendezvous_address(launch, environ)
+    assert rendezvous_address(launch, {**environ, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == ("a", 1)
+
+
+def test_what_torchrun_sets_comes_first() -> None:
+    own = {"RANK": "2", "WORLD_SIZE": "16", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "1"}
+    launch = Launch.from_env({**STEP, **MPI, **own})
+    assert launch == Launch(rank=2, world_size=16, local_rank=2, local_world_size=8, launcher="torchrun")
+
+
+def test_shell_of_an_allocation_is_one_rank() -> None:
+    assert Launch.from_env({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}) == Launch()
+    interactive = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0"}
+    assert Launch.from_env(interactive).world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set although the launcher set others"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set although"),
+        ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK must be an integer, not 'two'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is outside of WORLD_SIZE=2"),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "2"}, "SLURM_PROCID=2 is outside of SLURM_NTASKS=2"),
+        ({**STEP, "WORLD_SIZE": "8"}, "WORLD_SIZE is 8, and Slurm has started 6 tasks"),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "ENVIRONMENT": "BATCH"},
+            "Write srun python train.py in the script",
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "SLURM_NODEID": "1"},
+            "SLURM_NODEID=1",
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "two"}, "must be like 4"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "has started 4 processes, and each would be a run of its own"),
+        # MPICH's mpirun in a Slurm job: Slurm counts the daemons.
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "PMI_RANK=3 and PMI_SIZE=4"),
+    ],
+)
+def test_half_set_and_wrong_variables_are_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Launch.from_env(environ)
+
+
+def test_srun_with_pmi_is_taken_from_slurm() -> None:
+    both = {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+    assert Launch.from_env(both).launcher == "Slurm"
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_missing_rendezvous_variables_are_named(name: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    del environ[name]
+    with pytest.raises(ConfigError, match=f"^{name} must be set when WORLD_SIZE is above 1"):
+        rendezvous_address(Launch.from_env(environ), environ)
+
+
+def test_port_that_is_no_number_is_named() -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "http"}
+    with pytest.raises(ConfigError, match="MASTER_PORT must be an integer, not 'http'"):
+        rendezvous_address(Launch.from_env(environ), environ)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("n[003-010]", "n003"), ("n[7,9-11]-ib,m1", "n7-ib"), ("r[1-2]n[05-06]", "r1n05")],
+)
+def test_first_host_of_a_list_is_found(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_tasks_of_nodes_are_counted() -> None:
+    assert tasks_per_node("8") == [8]
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_task_that_sees_one_gpu_of_its_own_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    settings = RunSettings(device="cuda")
+    two = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
+    assert _choose_device(settings, Launch.from_env(two)) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="Rank 1 needs CUDA device 1"):
+        _choose_device(settings, Launch.from_env({"RANK": "1", "WORLD_SIZE": "2"}))
+
+
+def test_launcher_is_described() -> None:
+    assert describe_launcher(STEP).startswith("Slurm: rank 5 of 6, local rank 1 of 2, rendezvous at gpu07:")
+    assert describe_launcher(MPI).startswith("Open MPI: rank 1 of 2, local rank 1 of 2, rendezvous at 127.0.0.1:")
+    assert describe_launcher({"RANK": "0", "WORLD_SIZE": "1"}) == "RANK and WORLD_SIZE: rank 0 of 1, local rank 0 of 1"
+    assert describe_launcher({"RANK": "0"}) == "unknown: see the environment below"
+
+
+PROGRAM = """
+import torch
+import bmt_core
+bmt_core.init_distributed(seed=0, device="cpu", timeout=60)
+print("sum", int(bmt_core.sum_loss(torch.tensor([float(bmt_core.rank() + 1)])) * bmt_core.world_size()), flush=True)
+bmt_core.shutdown()
+"""
+
+
+def run_as(environments: list[dict[str, str]], program: str = PROGRAM) -> list[tuple[int, str]]:
+    """Start a process with each of ``environments``, without any other launcher's variables; return status and output."""
+    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(of_launchers)}
+    command = [sys.executable, "-c", program]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, env={**clean, **each}, **pipes) for each in environments]  # type: ignore[call-overload]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("launcher", ["Slurm", "Open MPI"])
+def test_processes_that_another_launcher_starts_train_together(launcher: str) -> None:
+    job = str(os.getpid())
+    of_rank = {
+        "Slurm": lambda rank: {
+            "SLURM_JOB_ID": job,
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": "2",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_STEP_NODELIST": "node17",
+        },
+        "Open MPI": lambda rank: {**MPI, "OMPI_COMM_WORLD_RANK": str(rank), "PMIX_NAMESPACE": f"test-{job}"},
+    }[launcher]
+    results = run_as([of_rank(0), of_rank(1)])
+    assert [status for status, _ in results] == [0, 0], results
+    assert all("sum 3" in output for _, output in results), results
+    assert "2 ranks (dp=2)" in results[0][1]
+
+
+@pytest.mark.ranks(2)
+def test_port_that_another_run_serves_is_named() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ((status, output),) = run_as([environ])
+    assert status == 1
+    assert (
+        f"ConfigError: Rank 0 cannot serve the rendezvous at port {port} of this host, which another run may use"
+        in output
+    )
