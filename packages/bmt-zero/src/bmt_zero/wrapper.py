@@ -33,6 +33,7 @@ from bmt_core.run.runtime import current
 from bmt_zero.adapters import check_adapters, count_whole_parameters, see_whole_adapters
 from bmt_zero.block import Block
 from bmt_zero.key_value_caches import without_cache_in_recomputation
+from bmt_zero.model_layers import describe_blocks, layers_of
 from bmt_zero.schedule.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -43,8 +44,10 @@ def BMTrainModelWrapper(
 ) -> ModuleT:
     """Make ``model`` distributed in place and return it; works on any model of plain torch modules.
 
-    The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) are part of the Block. All
-    other parameters become :class:`DistributedParameter` and read as whole tensors. A parameter that is tied across blocks,
+    The children of each outermost ``nn.ModuleList`` become Blocks; lists nested in them (experts) are part of the Block. So do
+    layers of like kind in an ``nn.Sequential`` or ``nn.ModuleDict``: see :func:`bmt_zero.model_layers.layers_of`. All
+    other parameters become :class:`DistributedParameter`, read as whole tensors and are gathered together. Rank 0 prints how many
+    Blocks there are, and how many bytes are in the largest and outside of all. A parameter that is tied across blocks,
     or to a module outside of them, stays one parameter. Buffers move to the run's device. Every rank
     must pass the same values, and keeps its part; values that differ are an error at the first call.
     With ``sync="rank0"`` the values of rank 0 are sent to all ranks first, one tensor at a time.
@@ -71,7 +74,7 @@ def BMTrainModelWrapper(
     zero_run()  # made now, because it observes calls and gathers parameters outside of Blocks together
     # For all modules at once, so that a buffer which several modules share stays one tensor.
     materialize_buffers(model.modules(), current().device)
-    blocks = list(_outermost_list_members(model))
+    blocks = layers_of(model)
     outside = _parameters_outside(model, blocks)
     for parameter in _shared(blocks, outside):
         _shard_alone(parameter)._shared = True
@@ -95,6 +98,8 @@ def BMTrainModelWrapper(
         check_values_at_first_call(model)
     else:
         initialize_modules(model, None if init is True else init)
+    if current().rank == 0:
+        print(describe_blocks(model), flush=True)
     return model
 
 
@@ -144,22 +149,6 @@ def _send_values_of_rank_0(model: nn.Module) -> None:
             with call_purpose(f"to send the values of {name}"):
                 runtime.world.broadcast(sent).wait()
             tensor.copy_(sent)
-
-
-def _outermost_list_members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield each member of the outermost module lists once."""
-    seen: set[int] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if isinstance(child, Block):
-                continue
-            if isinstance(child, nn.ModuleList):
-                yield from (member for member in child if id(member) not in seen and not seen.add(id(member)))  # type: ignore[func-returns-value]
-            else:
-                yield from walk(child)
-
-    yield from walk(module)
 
 
 def _modules_outside(model: nn.Module) -> Iterator[nn.Module]:
