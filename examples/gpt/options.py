@@ -110,15 +110,25 @@ class Options:
         return {name: values[name] for name in _FIXED}
 
 
+OTHER_TEXT = (
+    "it trains on another text (--data and --max-bytes choose it; without --data it is Python's own sources, which differ between"
+    " versions of Python)"
+)
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two results of :meth:`Options.fixed`, one text each.
 
     >>> differences({"seed": 0, "lr": 0.1}, {"seed": 1, "lr": 0.1})
     ['seed was 0 and is 1']
+    >>> differences({"text": 1}, {"text": 2}) == [OTHER_TEXT]
+    True
     """
     names = [*before, *(name for name in now if name not in before)]
     return [
-        f"{name} was {before.get(name)} and is {now.get(name)}" for name in names if before.get(name) != now.get(name)
+        OTHER_TEXT if name == "text" else f"{name} was {before.get(name)} and is {now.get(name)}"
+        for name in names
+        if before.get(name) != now.get(name)
     ]
 
 

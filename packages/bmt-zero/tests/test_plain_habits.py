@@ -321,3 +321,20 @@ def watched_on_one_rank(level: int, watches: bool) -> list[float]:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_one_rank_alone_may_watch_gradients(level: int) -> None:
     assert run_ranks(watched_on_one_rank, 2, level, True) == run_ranks(watched_on_one_rank, 2, level, False)
+
+
+def attributes_of_other_wrappers() -> list[str]:
+    model, texts = wrapped(), []
+    for name in ("module", "no_sync", "set_requires_gradient_sync", "made_up"):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=f"'Root' object has no attribute '{name}'") as caught:
+            getattr(model, name)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_attributes_of_other_wrappers_say_what_to_write() -> None:
+    for module, no_sync, fsdp, made_up in run_ranks(attributes_of_other_wrappers, 2):
+        assert "write model in place of model.module" in module
+        assert "with bmt.no_sync(model):" in no_sync and "with bmt.no_sync(model):" in fsdp
+        assert made_up == "'Root' object has no attribute 'made_up'"

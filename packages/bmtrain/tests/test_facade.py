@@ -155,13 +155,14 @@ except ModuleNotFoundError as error:
         (
             "optim.OptimManager",
             "bmt_optim: bmt.optim.OptimManager is provided by bmt-optim, which is not installed. Install it with: "
-            'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim\n',
+            "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it: "
+            'pip install "bmt-train[optim]"\n',
         ),
         (
             "pipe_layer.PipelineTransformerBlockList",
             "bmt_pipeline: bmt.pipe_layer.PipelineTransformerBlockList is provided by bmt-pipeline, which is not installed. "
-            'Install it with: pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core '
-            "./packages/bmt-zero ./packages/bmt-pipeline\n",
+            "Install it with: pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone of bmt), "
+            'or, if your index has it: pip install "bmt-train[pipeline]"\n',
         ),
     ],
 )

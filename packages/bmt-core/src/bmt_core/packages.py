@@ -17,46 +17,51 @@ class Package(NamedTuple):
     """What its plugin offers by name: commands, kernels, optimizers, communication backends."""
 
 
-# Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
+# Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages that are involved.
 PACKAGES = {
     "bmt-core": Package(
         "bmt_core",
         "start, grid of ranks, collectives, plugins, sharded parameters, checkpoints, the program bmt",
-        "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
+        "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
     ),
     "bmt-kernels": Package(
         "bmt_kernels",
         "compiled kernels for CPU and CUDA, and the backend nccl-native; without them plain torch does the same, slower",
-        'pip install "bmt-train[kernels]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-kernels',
+        "pip install ./packages/bmt-core ./packages/bmt-kernels (in a clone of bmt), or, if your index has it:"
+        ' pip install "bmt-train[kernels]"',
         ("cpu", "cuda", "nccl-native"),
     ),
     "bmt-optim": Package(
         "bmt_optim",
         "OptimManager, loss scaling, clipping, Adam, Adam on the host, learning-rate schedules",
-        'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
+        "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it:"
+        ' pip install "bmt-train[optim]"',
         ("adam", "adam_offload"),
     ),
     "bmt-pipeline": Package(
         "bmt_pipeline",
         "pipelines: PipelineTransformerBlockList, train_step and its schedules, init_distributed(pipe_size=...)",
-        'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero'
-        " ./packages/bmt-pipeline",
+        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone of bmt), or, if your index has it:"
+        ' pip install "bmt-train[pipeline]"',
         ("pipeline-plan",),
     ),
     "bmt-tp": Package(
         "bmt_tp",
         "tensor parallelism: parallel linear layers and embedding, parallelize",
-        'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
+        "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index has it:"
+        ' pip install "bmt-train[tp]"',
     ),
     "bmt-train": Package(
         "bmtrain",
         "the one name for all of them: import bmtrain as bmt",
-        "pip install bmt-train, or from a clone: pip install ./packages/bmt-core ./packages/bmtrain",
+        "pip install ./packages/bmt-core ./packages/bmtrain (in a clone of bmt), or, if your index has it:"
+        " pip install bmt-train",
     ),
     "bmt-zero": Package(
         "bmt_zero",
         "Block, TransformerBlockList, ZeRO levels, recomputation, BMTrainModelWrapper",
-        'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
+        "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your index has it:"
+        ' pip install "bmt-train[zero]"',
     ),
 }
 """By the names of the distributions."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,6 +34,7 @@ from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_core.run.same_data import Occasions, check_same
+from bmt_core.user_warnings import warn_user
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
 from bmt_optim.loss_scale import LossScale
@@ -425,10 +425,9 @@ class OptimManager:
             logger.info("Gradient overflow: loss scale %g -> %g, step skipped.", before, self._scale.value)
             return
         at_minimum = "" if before is None else f" at the smallest loss scale ({before:g})"
-        warnings.warn(
+        warn_user(
             f"A gradient is infinite or NaN{at_minimum}: step skipped ({self.skipped_steps} so far).",
             RuntimeWarning,
-            stacklevel=4,
         )
 
 

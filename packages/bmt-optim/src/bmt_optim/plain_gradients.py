@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.params.gradient_comparison import GradientComparison
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.equal_values import check_equal_values
+from bmt_core.user_warnings import warn_user
 
 # Elements per all-reduce: bounds the flat copy to 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24
@@ -121,12 +121,10 @@ def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> No
     group.all_reduce(extremes, "max").wait()
     largest, smallest = extremes[0], -extremes[1]
     if group.rank == 0 and largest.any() and torch.equal(largest, smallest):
-        warnings.warn(
+        warn_user(
             f"The gradients of the {len(parameters)} ordinary parameters are alike on all {group.size} ranks, as if the program had"
             " reduced them, and OptimManager sums them over the ranks once more. Leave that to it, or pass"
-            " OptimManager(sum_plain_gradients=False). If all ranks have the same data, all is well. This is said once.",
-            UserWarning,
-            stacklevel=6,
+            " OptimManager(sum_plain_gradients=False). If all ranks have the same data, all is well. This is said once."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import never_compiled
+from bmt_core.user_warnings import warn_user
 from bmt_tp.linear_function import parallel_linear, sequence_first
 from bmt_tp.row_comparison import check_own_rows
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks
@@ -74,12 +74,10 @@ class VPEmbedding(DistributedModule):
         if run.settings.sequence_dim is None and x.dim() > 1 and min(x.shape[:2]) > 1:
             self._has_warned = True
             if run.rank == 0:
-                warnings.warn(
+                warn_user(
                     f"VPEmbedding takes {tuple(x.shape)} for (sequence / tp, batch, ...): rows, of which each rank along 'tp' has a"
                     " part, are dim 0. If this is (batch, sequence / tp, ...), as in BMTrain's examples, sequences are mixed up:"
-                    " start with init_distributed(sequence_dim=1). If it is right, sequence_dim=0 says so. This is said once.",
-                    UserWarning,
-                    stacklevel=5,
+                    " start with init_distributed(sequence_dim=1). If it is right, sequence_dim=0 says so. This is said once."
                 )
 
     def extra_repr(self) -> str:

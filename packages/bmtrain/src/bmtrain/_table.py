@@ -135,12 +135,15 @@ FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.
 
 # Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
 INSTALL_HINTS = {
-    "bmt_core": "pip install bmt-core, or from a clone: pip install ./packages/bmt-core",
-    "bmt_optim": 'pip install "bmt-train[optim]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-optim',
-    "bmt_pipeline": 'pip install "bmt-train[pipeline]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero'
-    " ./packages/bmt-pipeline",
-    "bmt_tp": 'pip install "bmt-train[tp]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-tp',
-    "bmt_zero": 'pip install "bmt-train[zero]", or from a clone: pip install ./packages/bmt-core ./packages/bmt-zero',
+    "bmt_core": "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
+    "bmt_optim": "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it:"
+    ' pip install "bmt-train[optim]"',
+    "bmt_pipeline": "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-pipeline (in a clone of bmt),"
+    ' or, if your index has it: pip install "bmt-train[pipeline]"',
+    "bmt_tp": "pip install ./packages/bmt-core ./packages/bmt-tp (in a clone of bmt), or, if your index has it:"
+    ' pip install "bmt-train[tp]"',
+    "bmt_zero": "pip install ./packages/bmt-core ./packages/bmt-zero (in a clone of bmt), or, if your index has it:"
+    ' pip install "bmt-train[zero]"',
 }
 """How a user installs each package that names come from."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from bmt_core import Runtime, current, is_initialized, rank, world_size
+from bmt_core.user_warnings import warn_user
 from bmtrain._streams import EVENTS, STREAMS, stream_or_event
 
 __all__ = ["ConfigMap", "RunConfig", "config", "rank", "world_size"]
@@ -40,10 +40,9 @@ class RunConfig(MutableMapping[str, Any]):
             run.settings = replace(run.settings, num_micro_batches=value)
             return
         if value is not before and value != before and key not in (*STREAMS, *EVENTS):
-            warnings.warn(
+            warn_user(
                 f"config[{key!r}] was assigned: reading it returns that value, but the run itself goes on with {before!r}."
-                " Pass it to init_distributed() instead.",
-                stacklevel=2,
+                " Pass it to init_distributed() instead."
             )
         _assigned.setdefault(run, {})[key] = value
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import warnings
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from bmt_core.checkpoint.atomic import cannot_write
 from bmt_core.errors import CheckpointError
 from bmt_core.run.runtime import current, is_initialized
+from bmt_core.user_warnings import warn_user
 
 LOCK_FILE = ".written-by"
 _locked: dict[Path, int] = {}  # the descriptors of files that this process has locked
@@ -60,10 +60,9 @@ def _open_and_lock(path: Path) -> int:
             " Stop that one, or give this one another directory."
         ) from error
     except OSError as error:
-        warnings.warn(
+        warn_user(
             f"The file system of {path.parent} has no locks ({error.strerror}): if a second run writes its checkpoints there, too,"
-            " it is not noticed.",
-            stacklevel=2,
+            " it is not noticed."
         )
     return descriptor
 

@@ -16,6 +16,14 @@ from bmt_core.params.uninitialized import require_values
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+_OF_OTHER_WRAPPERS = {
+    "module": "BMTrainModelWrapper returns the model itself: write model in place of model.module.",
+    "no_sync": "Write `with bmt.no_sync(model):` around all but the last micro-batch.",
+    "set_requires_gradient_sync": "Write `with bmt.no_sync(model):` around all but the last micro-batch.",
+}
+"""Attributes that scripts for DistributedDataParallel and FSDP use, and what to write for them."""
+
+
 class DistributedModule(nn.Module):
     """``nn.Module`` with sharded parameters.
 
@@ -34,7 +42,12 @@ class DistributedModule(nn.Module):
                 return gather_once(found)
             if found is not None:
                 return found
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in _OF_OTHER_WRAPPERS:
+                raise AttributeError(f"{error}. {_OF_OTHER_WRAPPERS[name]}") from None
+            raise
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See :meth:`nn.Module.register_parameter`; errors will call the parameter by this name."""

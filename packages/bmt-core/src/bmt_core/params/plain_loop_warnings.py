@@ -6,7 +6,6 @@ Such a loop expects gradients of the mean loss. In a run that sums gradients the
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -14,6 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime
+from bmt_core.user_warnings import warn_user
 
 _USER = 4  # stacklevel that points a warning to the user's line, above torch's frames around an optimizer's step
 
@@ -60,4 +60,4 @@ class _PlainLoopCheck:
                 " apart, unless you reduce them: an OptimManager does, and BMTrainModelWrapper leaves no ordinary parameters."
             )
         if texts:
-            warnings.warn(" ".join([*texts, "This is said once."]), UserWarning, stacklevel=_USER)
+            warn_user(" ".join([*texts, "This is said once."]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_core.torch_internals import backward_pass
+from bmt_core.user_warnings import warn_user
 from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
 from bmt_zero.schedule.module_changes import ModuleChanges
 from bmt_zero.schedule.outside_parameters import OutsideParameters
@@ -99,11 +99,9 @@ class ZeroRun:
         """Warn once, on rank 0, that a returned list stays a list; BMTrain's Block turned it into a tuple."""
         if self._warns_of_lists:
             self._warns_of_lists = False
-            warnings.warn(
+            warn_user(
                 f"{type(module).__name__} returned a list, as its module does; BMTrain's Block returned a tuple. If your"
-                " code needs a tuple, let the module return one. This is said once.",
-                UserWarning,
-                stacklevel=4,
+                " code needs a tuple, let the module return one. This is said once."
             )
 
     def _call_begins(self, module: nn.Module) -> CallEnd:

@@ -1,0 +1,31 @@
+"""``warn_user``: a warning that shows the user's line, however deep inside of torch and bmt it was found."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+_NOT_THE_USER = ("torch", "bmtrain", "contextlib", "functools")
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn with the place of the innermost caller outside of torch and bmt's packages."""
+    outermost = frame = sys._getframe(1)
+    while _is_ours(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    user = outermost if _is_ours(frame) else frame
+    names = user.f_globals
+    warnings.warn_explicit(
+        text,
+        category,
+        user.f_code.co_filename,
+        user.f_lineno,
+        module=names.get("__name__"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in _NOT_THE_USER or package.startswith("bmt_")
