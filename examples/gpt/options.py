@@ -95,8 +95,8 @@ class Options:
             parser.error("--pipe divides the batch into --micro-batches: leave out --accumulate.")
         if options.pipe == 1 and (options.micro_batches or options.schedule != parser.get_default("schedule")):
             parser.error("--micro-batches and --schedule are those of a pipeline: give --pipe 2 or more.")
-        if options.overlap_forward and options.optimizer != "adam":
-            parser.error(f"--overlap-forward is an option of the optimizer adam, and not of {options.optimizer}.")
+        if options.overlap_forward and options.optimizer not in ("adam", "adamw"):
+            parser.error(f"--overlap-forward is an option of adam and adamw, and not of {options.optimizer}.")
         for package in options.log_to:
             if importlib.util.find_spec(package) is None:
                 parser.error(

@@ -69,7 +69,9 @@ def engine_settings(case: Case, *, is_block: bool) -> dict[str, Any]:
 
 def optimizer_settings(name: str) -> dict[str, Any]:
     """Return the options that make the optimizer do the work of AdamW."""
-    # Only Adam has both kinds of decay, and updates beside the next forward.
-    is_adam = name in ("adam", "adam_offload")
-    decoupled = {"decoupled_weight_decay": True, "overlap_forward": True} if is_adam else {}
-    return {"weight_decay": WEIGHT_DECAY, **decoupled}
+    settings: dict[str, Any] = {"weight_decay": WEIGHT_DECAY}
+    if name in ("adam", "adam_offload", "adamw"):
+        settings["overlap_forward"] = True
+    if name in ("adam", "adam_offload"):  # which have both kinds of decay
+        settings["decoupled_weight_decay"] = True
+    return settings

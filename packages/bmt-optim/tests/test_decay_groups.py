@@ -11,7 +11,7 @@ from torch import nn
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_optim import AdamOptimizer, OptimManager, param_groups
+from bmt_optim import AdamW, OptimManager, param_groups
 
 
 class Model(nn.Module):
@@ -38,7 +38,7 @@ def _groups_and_warnings() -> tuple[Any, Any, list[list[str]]]:
     for groups in (chosen, exempt, by_slices):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            OptimManager().add_optimizer(AdamOptimizer(groups))
+            OptimManager().add_optimizer(AdamW(groups))
         texts.append([str(warning.message) for warning in caught])
     with warnings.catch_warnings(record=True) as caught:  # a loop without a manager
         warnings.simplefilter("always")

@@ -36,7 +36,7 @@ PACKAGES = {
         "OptimManager, loss scaling, clipping, Adam, Adam on the host, learning-rate schedules",
         "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it:"
         ' pip install "bmt-train[optim]"',
-        ("adam", "adam_offload"),
+        ("adam", "adam_offload", "adamw"),
     ),
     "bmt-pipeline": Package(
         "bmt_pipeline",

@@ -1,6 +1,7 @@
 """Optimizers for bmt: the manager that scales, clips and steps, Adam, and learning-rate schedules."""
 
 from bmt_optim import lr_scheduler
+from bmt_optim.adam.adamw import AdamW
 from bmt_optim.adam.optimizer import AdamOptimizer
 from bmt_optim.by_name import available, create
 from bmt_optim.decay_groups import param_groups
@@ -10,6 +11,7 @@ from bmt_optim.offload.optimizer import AdamOffloadOptimizer
 __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
+    "AdamW",
     "OptimManager",
     "available",
     "create",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ import torch
 
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import is_initialized
+from bmt_core.run.runtime import is_initialized, rank
 from bmt_optim.adam.parameter_state import (
     MASTER,
     REMAINDER,
@@ -34,9 +35,11 @@ from bmt_optim.state.torch_state import check_torch_state, this_rank, with_all_o
 class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     """Adam, with **decoupled weight decay for half parameters and L2 regularisation for all others**, as in BMTrain.
 
-    ``decoupled_weight_decay`` True (AdamW) or False (``torch.optim.Adam``) overrides this for all parameters. Works on ordinary
-    parameters and on shards. A parameter of a half type is the rounding (to nearest) of a float32 master, which starts in the first
-    step as a copy of the parameter; ``"exp_avg"`` and ``"exp_avg_sq"`` are float32 too. With s = ``scale``, t = ``"step"`` from 1::
+    ``decoupled_weight_decay`` True (AdamW) or False (``torch.optim.Adam``) overrides this for all parameters. Where weight decay is
+    given for float32 parameters and this is left open, a warning says so; :class:`AdamW` is the optimizer with decoupled decay
+    in every type. Works on ordinary parameters and on shards. A parameter of a half type is the rounding (to nearest) of a float32
+    master, which starts in the first step as a copy of the parameter; ``"exp_avg"`` and ``"exp_avg_sq"`` are float32 too. With
+    s = ``scale``, t = ``"step"`` from 1::
 
         g <- g / s                          (g <- g / s + weight_decay * p, if the decay is not decoupled)
         m <- beta1 * m + (1 - beta1) * g
@@ -116,6 +119,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         self.compact_master = compact_master
         self._reset()
         super().__init__(with_a_group(params), defaults)
+        self._warn_of_l2()
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -248,6 +252,21 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         self._reset()
         for group in self.param_groups:
             group.setdefault("overlap_forward", False)
+
+    def _warn_of_l2(self) -> None:
+        """Warn, on rank 0, if weight decay is L2 regularisation only because nobody has said which of the two it is."""
+        for group in self.param_groups:
+            wide = [p.dtype for p in group["params"] if p.dtype not in (torch.float16, torch.bfloat16)]
+            if group["weight_decay"] and group["decoupled_weight_decay"] is None and wide and rank() == 0:
+                warnings.warn(
+                    f"{type(self).__name__} has weight_decay={group['weight_decay']} for {len(wide)} parameters of {wide[0]}, and"
+                    " adds it to their gradients (L2), as torch.optim.Adam and BMTrain do. Only parameters of half types decay as"
+                    " with AdamW. For AdamW in every type use bmt.optim.AdamW, or say decoupled_weight_decay=True; to keep L2, say"
+                    " decoupled_weight_decay=False.",
+                    UserWarning,
+                    stacklevel=3 if type(self).__init__ is AdamOptimizer.__init__ else 4,
+                )
+                return
 
     def _reset(self) -> None:
         """Reset everything that is not part of the state: outcomes, streams, and caches made from parameters and their states."""

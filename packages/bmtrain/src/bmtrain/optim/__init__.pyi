@@ -2,6 +2,7 @@
 
 from bmt_optim import AdamOffloadOptimizer as AdamOffloadOptimizer
 from bmt_optim import AdamOptimizer as AdamOptimizer
+from bmt_optim import AdamW as AdamW
 from bmt_optim import OptimManager as OptimManager
 from bmt_optim import available as available
 from bmt_optim import create as create

@@ -1,0 +1,139 @@
+"""``AdamW`` decays weights as ``torch.optim.AdamW`` in every type, and ``AdamOptimizer`` says where it does not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from sharded_adam import give_gradients, masters, parameters
+
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
+from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW, OptimManager, create
+
+
+def _train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+    for step in steps:
+        give_gradients(params, step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}])
+def test_float32_is_torch_adamw_in_every_bit_with_its_defaults(options: dict[str, Any]) -> None:
+    ours, theirs = parameters(), parameters()
+    _train(create("adamw", ours, **options), ours, range(6))
+    _train(torch.optim.AdamW(theirs, **options), theirs, range(6))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_of_halves_follow_torch_adamw(dtype: torch.dtype) -> None:
+    ours = parameters(dtype)
+    theirs = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    mine = AdamW(ours, lr=0.01, weight_decay=0.1)
+    torchs = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
+    for step in range(6):
+        give_gradients(ours, step)
+        for p, q in zip(ours, theirs, strict=True):
+            assert p.grad is not None
+            q.grad = p.grad.float()
+        mine.step()
+        torchs.step()
+    for master, q in zip(masters(mine), theirs, strict=True):
+        torch.testing.assert_close(master, q.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, AdamOptimizer])
+@pytest.mark.parametrize("through_manager", [False, True])
+def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, through_manager: bool) -> None:
+    ours, theirs = parameters(), parameters()
+    other = kind(theirs, lr=0.01, weight_decay=0.1)
+    _train(other, theirs, range(3))
+    for p, q in zip(ours, theirs, strict=True):
+        p.data.copy_(q.detach())
+    mine = AdamW(ours, lr=0.5, weight_decay=0.2)
+    if through_manager:
+        saving, loading = OptimManager(), OptimManager()
+        saving.add_optimizer(other)
+        loading.add_optimizer(mine)
+        loading.load_state_dict(saving.state_dict(gather_opt=True))
+    else:
+        mine.load_state_dict(other.state_dict())
+    expected = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
+    expected.load_state_dict({**other.state_dict(), "param_groups": expected.state_dict()["param_groups"]})
+    for state in expected.state.values():
+        state["step"] = torch.tensor(float(state["step"]))
+    _train(mine, ours, range(3, 6))
+    _train(expected, theirs, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_group_that_asks_for_l2_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"decoupled_weight_decay of a group is False.*use AdamOptimizer"):
+        AdamW([{"params": parameters(), "decoupled_weight_decay": False}])
+
+
+def _trained_shards() -> list[torch.Tensor]:
+    whole = parameters()
+    shards = [DistributedParameter(p.detach()) for p in whole]
+    optimizer = AdamW(shards, lr=0.01, weight_decay=0.1)
+    for step in range(6):
+        give_gradients(whole, step)
+        for p, shard in zip(whole, shards, strict=True):
+            assert p.grad is not None
+            shard.grad = shard.local_part(p.grad).clone()
+        optimizer.step()
+    return [shard.gather_like(shard.detach()) for shard in shards]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_shards_train_as_whole_parameters_in_plain_torch(run_ranks: Any, world_size: int) -> None:
+    expected = parameters()
+    _train(torch.optim.AdamW(expected, lr=0.01, weight_decay=0.1), expected, range(6))
+    for shards in run_ranks(_trained_shards, world_size):
+        assert all(torch.equal(a, b) for a, b in zip(shards, expected, strict=True))
+
+
+def _warnings_of(make: Any) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    return caught
+
+
+@pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer])
+def test_decay_of_float32_parameters_that_is_l2_by_default_warns_once_at_the_users_line(kind: Any) -> None:
+    two_groups = [{"params": parameters()}, {"params": parameters()}]
+    caught = _warnings_of(lambda: kind(two_groups, weight_decay=0.1))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert "weight_decay=0.1 for 5 parameters of torch.float32" in str(caught[0].message)
+    assert "bmt.optim.AdamW" in str(caught[0].message) and "decoupled_weight_decay=False" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"weight_decay": 0.1, "decoupled_weight_decay": False}),
+        (torch.float32, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        (torch.float32, {}),
+        (torch.bfloat16, {"weight_decay": 0.1}),
+    ],
+)
+def test_nothing_is_said_where_the_choice_is_made_or_makes_no_difference(
+    kind: Any, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    assert not _warnings_of(lambda: kind(parameters(dtype), **options))
+    assert not _warnings_of(lambda: AdamW(parameters(dtype), weight_decay=0.1))
+
+
+def _texts() -> tuple[int, list[str]]:
+    shards = [DistributedParameter(p.detach()) for p in parameters()]
+    caught = _warnings_of(lambda: AdamOptimizer(shards, weight_decay=0.1))
+    return runtime.rank(), [str(warning.message) for warning in caught]
+
+
+def test_only_rank_0_warns(run_ranks: Any) -> None:
+    assert [len(texts) for _, texts in sorted(run_ranks(_texts, 2))] == [1, 0]
