@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -155,6 +158,51 @@ def test_a_check_runs_before_torch_clips_until_it_is_taken_out() -> None:
     undo()
     clip_grad_norm_(parameter, 1.0)
     assert found == [[parameter]]
+
+
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "reduce": lambda x: dist.reduce(x, 0),
+    "all_gather": lambda x: dist.all_gather([torch.empty(1), torch.empty(1)], x),
+    "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(torch.empty(2), x),
+    "reduce_scatter": lambda x: dist.reduce_scatter(x, [torch.ones(1), torch.ones(1)]),
+    "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, torch.ones(2)),
+    "all_to_all": lambda x: dist.all_to_all([x, torch.empty(1)], [torch.ones(1), torch.ones(1)]),
+    "all_to_all_single": lambda x: dist.all_to_all_single(x, torch.ones(1)),
+    "gather": lambda x: dist.gather(x, None),
+    "scatter": lambda x: dist.scatter(x, None),
+    "send": lambda x: dist.send(x, 1 - dist.get_rank()),
+    "isend": lambda x: dist.isend(x, 1 - dist.get_rank()),
+    "recv": lambda x: dist.recv(x, 1 - dist.get_rank()),
+    "irecv": lambda x: dist.irecv(x, 1 - dist.get_rank()),
+    "P2POp": lambda x: dist.P2POp(dist.isend, x, 1 - dist.get_rank()),
+}
+
+
+def calls_seen() -> list[str]:
+    class SeenError(Exception):
+        pass
+
+    def see(tensor: torch.Tensor) -> None:
+        if tensor is watched:
+            raise SeenError
+
+    watched, seen = torch.ones(1), []
+    undo = internals.before_collectives(see)
+    for name, call in CALLS.items():
+        with warnings.catch_warnings(), suppress(SeenError):
+            warnings.simplefilter("ignore")  # names that torch deprecates
+            call(watched)
+            continue
+        seen.append(name)
+    undo()
+    dist.all_reduce(watched)
+    return seen
+
+
+def test_a_check_sees_the_tensors_of_every_function_of_torch_distributed_until_it_is_taken_out() -> None:
+    assert run_ranks(calls_seen, 2) == [list(CALLS)] * 2
 
 
 def test_names_are_seen_in_a_trace() -> None:

@@ -146,6 +146,22 @@ def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
     return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
 
 
+def before_collectives(check: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+    """Call ``check(tensor)`` for each tensor given to a collective, send or receive of torch; return a function that undoes this.
+
+    The hook is inside of these functions, because a program may have imported them by name before.
+    """
+
+    def check_all(tensors: Any, name: str) -> None:
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            if isinstance(tensor, torch.Tensor):
+                check(tensor)
+
+    return _all_of(
+        [call_before(distributed_c10d, name, check_all) for name in ("_check_single_tensor", "_check_tensor_list")]
+    )
+
+
 def before_rules_of_shape(check: Callable[[str, Any], None]) -> Callable[[], None]:
     """Call ``check(needs, tensor)`` before functions of ``torch.nn.init`` that use sizes; return a function that undoes this.
 

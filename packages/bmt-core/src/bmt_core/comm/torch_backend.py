@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +37,7 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_to_all_single: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
 
+_is_own_call: ContextVar[bool] = ContextVar("is_own_call", default=False)
 _KNOWN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CURRENT_STREAM = dist.AllToAllOptions()
 _ON_CURRENT_STREAM.asyncOp = False
@@ -47,6 +50,20 @@ _REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
+
+
+def is_own_call() -> bool:
+    """Whether a function of ``torch.distributed`` is called by bmt, and not by the program."""
+    return _is_own_call.get()
+
+
+@contextmanager
+def _own_call() -> Iterator[None]:
+    token = _is_own_call.set(True)
+    try:
+        yield
+    finally:
+        _is_own_call.reset(token)
 
 
 class TorchGroup(Group):
@@ -106,12 +123,14 @@ class TorchGroup(Group):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Group.send`."""
-        work: Any = dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)
+        with _own_call():
+            work: Any = dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)
         return self._guarded(work, f"a send to rank {self.ranks[dst]}")
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Group.recv`."""
-        work: Any = dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)
+        with _own_call():
+            work: Any = dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)
         return self._guarded(work, f"a receive from rank {self.ranks[src]}")
 
     def exchange(self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]) -> Work:
@@ -126,10 +145,11 @@ class TorchGroup(Group):
             self._swap(sends[0][0] if sends else None, recvs[0][0] if recvs else None)
             return Finished()
         batch = [(dist.irecv, *recv) for recv in recvs] + [(dist.isend, *send) for send in sends]
-        operations = [
-            dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group) for start, tensor, peer in batch
-        ]
-        works: Any = dist.batch_isend_irecv(operations) if operations else []
+        with _own_call():
+            operations = [
+                dist.P2POp(start, _bytes(tensor), self.ranks[peer], self.process_group) for start, tensor, peer in batch
+            ]
+            works: Any = dist.batch_isend_irecv(operations) if operations else []
         peers = sorted({self.ranks[peer] for _, peer in (*sends, *recvs)})
         return self._guarded(AllOf(works), f"an exchange with ranks {', '.join(map(str, peers))}")
 
@@ -174,7 +194,8 @@ class TorchGroup(Group):
                 self._calls.enter_on_device(name, tensors[-1])
             else:
                 call = self._calls.enter(name, tensors[-1])
-        work = operation(*tensors, group=process_group, async_op=not is_cuda, **options)
+        with _own_call():
+            work = operation(*tensors, group=process_group, async_op=not is_cuda, **options)
         if work is None:
             return Finished()
         started = _UnderWay(work, tensors, self._calls, call)

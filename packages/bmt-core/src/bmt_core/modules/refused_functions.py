@@ -3,7 +3,8 @@
 ``DistributedDataParallel``, which libraries such as accelerate and Hugging Face's Trainer put around a model, would overwrite every
 rank's parts with those of rank 0. FSDP would shard the parts again. ``clip_grad_norm_`` would compute a different norm on every
 rank, and a ``GradScaler`` would skip a step on some ranks only. Rules of ``torch.nn.init`` that need rows and columns would see one
-dimension. None of these functions calls a method of the parameter that could raise, so the functions themselves are wrapped, from
+dimension. Collectives of ``torch.distributed`` would combine other elements on every rank, and wait for ever where parts differ in
+size. None of these functions calls a method of the parameter that could raise, so the functions themselves are wrapped, from
 the start of a run to its end.
 """
 
@@ -17,12 +18,20 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from bmt_core.comm.torch_backend import is_own_call
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.part_data import PartData
 from bmt_core.params.random_fills import INITIALISE_INSTEAD
-from bmt_core.run.runtime import Runtime
-from bmt_core.torch_internals import before_clipping, before_fsdp, before_rules_of_shape, call_before
+from bmt_core.run.runtime import Runtime, current
+from bmt_core.torch_internals import (
+    before_clipping,
+    before_collectives,
+    before_fsdp,
+    before_rules_of_shape,
+    call_before,
+    storage_key,
+)
 
 _INSTEAD = (
     " bmt shards the model and reduces its gradients itself: call the model as it is, and step by an OptimManager, or by a loop of"
@@ -37,6 +46,7 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))
     runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
+    runtime.at_shutdown.append(before_collectives(_refuse_collectives))
     for name in ("unscale_", "step"):
         runtime.at_shutdown.append(call_before(GradScaler, name, _refuse_scaler))
 
@@ -65,6 +75,49 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
             " ranks. Call OptimManager().clip_grad_norm(model.parameters(), max_norm), which computes the norm over all ranks;"
             " it works without the manager's step() too."
         )
+
+
+def _refuse_collectives(tensor: torch.Tensor) -> None:
+    if is_own_call():
+        return
+    if isinstance(tensor, (DistributedParameter, PartData)):
+        if tensor.is_part:
+            raise ConfigError(
+                f"A collective of torch.distributed was given this rank's part of {tensor.description}, and other ranks have other"
+                " elements of it. To begin with the values of rank 0 on all ranks, wrap the model by BMTrainModelWrapper(model,"
+                ' sync="rank0") or load them by bmt.load(); to read or write whole parameters, enter'
+                " bmt.whole_parameters(module). If you mean the part itself, pass parameter.detach()."
+            )
+        return
+    parameter = _parameter_of_gradient(tensor)
+    if parameter is not None:
+        raise ConfigError(
+            f"A collective of torch.distributed was given this rank's gradient of {parameter.description}. bmt has summed it over"
+            " the ranks in the backward pass, and each rank keeps its part, so that other ranks have other elements of it. Leave"
+            ' the call out: init_distributed(gradients="mean") makes gradients means, and so does OptimManager.backward(loss);'
+            " OptimManager().clip_grad_norm(...) computes norms over all ranks. If you mean the part itself, pass"
+            " parameter.grad.clone()."
+        )
+
+
+def _parameter_of_gradient(tensor: torch.Tensor) -> DistributedParameter | None:
+    """Return the distributed parameter of whose gradient ``tensor`` is a view; None if it is no such view."""
+    if tensor.layout != torch.strided:
+        return None
+    key = storage_key(tensor)
+    found = [
+        p
+        for p in current().parameters.values()
+        if isinstance(p, DistributedParameter) and p.grad is not None and storage_key(p.grad) == key
+    ]
+    # Gradients of parameters that are gathered together are views of one tensor.
+    return min(found, key=lambda p: not _begin_alike(p, tensor), default=None)
+
+
+def _begin_alike(parameter: DistributedParameter, tensor: torch.Tensor) -> bool:
+    grad = parameter.grad
+    assert grad is not None
+    return grad.storage_offset() == tensor.storage_offset() and grad.numel() == tensor.numel()
 
 
 def _refuse_scaler(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:

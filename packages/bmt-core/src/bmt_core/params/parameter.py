@@ -376,6 +376,8 @@ class DistributedParameter(NoRandomFills, NoPartIndices, OldParameterNames, torc
         self._sum: GradientSum | None = None
         self._comparison: GradientComparison | None = None
         self._set_history((False, False, None, False))
+        if is_initialized():
+            current().parameters[id(self)] = self
 
     def wait_for_updates(self) -> None:
         """Make the current stream wait for overlapped updates of this parameter and its optimizer state."""

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from urllib.parse import urlparse
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,8 @@ class Runtime:
         """Called when the call of an outermost bmt module begins, in training and evaluation, on every rank alike."""
         self.first_values = FirstValues()
         """Compares the values with which the ranks begin."""
+        self.parameters: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
+        """The distributed parameters that live, by ``id``."""
         self.same_loss_axes: set[str] = set()
         """Axes along which all ranks must compute the same loss. Set by packages that split models so."""
         self.has_scaled_loss = False

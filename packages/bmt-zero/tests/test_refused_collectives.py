@@ -1,0 +1,136 @@
+"""Collectives of ``torch.distributed`` on parts of parameters or gradients are one clear error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import all_reduce  # by name, before a run has started
+
+from bmt_core import ConfigError, DistributedParameter, whole_parameters
+from bmt_core.run.runtime import rank, world_size
+from bmt_core.testing import run_ranks
+from bmt_zero import Block, BMTrainModelWrapper
+
+# With a head of 7 x 5, no number of ranks has equal parts, and in the bias of 1 most ranks have nothing.
+SHAPES = {"layers.0.weight": (5, 5), "head.weight": (7, 5), "scale.weight": (1, 7), "scale.bias": (1,)}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.head, self.scale = nn.Linear(5, 7), nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        scaled: torch.Tensor = self.scale(self.head(x))
+        return scaled
+
+
+ON_GRADIENTS: list[Callable[[torch.Tensor], Any]] = [
+    dist.all_reduce,
+    lambda grad: all_reduce(grad.data, op=dist.ReduceOp.SUM),
+    lambda grad: dist.all_reduce(grad.view(-1), async_op=True),
+    lambda grad: dist.broadcast(grad, 0),
+    lambda grad: dist.all_gather([torch.empty_like(grad) for _ in range(world_size())], grad),
+    lambda grad: dist.reduce(grad, 0),
+]
+ON_VALUES: list[Callable[[torch.Tensor], Any]] = [
+    lambda p: dist.broadcast(p, 0),
+    lambda p: dist.broadcast(p.data, 0),
+    lambda p: dist.broadcast(p.data.detach(), src=0),
+    lambda p: dist.all_reduce(p.data),
+    lambda p: dist.all_gather([torch.empty(9) for _ in range(world_size())], p.data),
+    lambda p: dist.all_gather_into_tensor(torch.empty(99), p.data),
+    lambda p: dist.send(p.data, 1 - rank()) if rank() < 2 else dist.all_reduce(p.data),
+]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def refused() -> tuple[dict[str, list[str]], dict[str, list[str]], list[torch.Tensor]]:
+    """What is said of gradients and of values, and what the ranks have afterwards."""
+    model = BMTrainModelWrapper(Model())
+    (model(torch.full((2, 5), rank() + 1.0)).sum() / world_size()).backward()
+    named = {name: p for name, p in model.named_parameters() if name in SHAPES}
+    kept = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
+    grads = {name: [error_of(lambda: call(p.grad)) for call in ON_GRADIENTS] for name, p in named.items()}  # noqa: B023
+    values = {name: [error_of(lambda: call(p)) for call in ON_VALUES] for name, p in named.items()}  # noqa: B023
+    for p, (value, grad) in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(p.detach(), value) and torch.equal(p.grad, grad)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return grads, values, [p.gather() for p in named.values()]
+
+
+def one_process(ranks: int) -> list[torch.Tensor]:
+    model = Model()
+    inputs = torch.cat([torch.full((2, 5), r + 1.0) for r in range(ranks)])
+    (model(inputs).sum() / ranks).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return [p.detach() for name, p in model.named_parameters() if name in SHAPES]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.filterwarnings("ignore:SGD takes a step")
+def test_collectives_on_parts_are_refused_on_every_rank_and_change_nothing(ranks: int) -> None:
+    for grads, values, trained in run_ranks(refused, ranks):
+        for name, texts in grads.items():
+            shape = f"this rank's gradient of {name} of shape {SHAPES[name]}. bmt has summed it"
+            assert all(shape in text and 'gradients="mean"' in text and "grad.clone()" in text for text in texts), texts
+        for name, texts in values.items():
+            shape = f"this rank's part of {name} of shape {SHAPES[name]}"
+            assert all(shape in text and 'sync="rank0"' in text and "whole_parameters" in text for text in texts), texts
+        for got, expected in zip(trained, one_process(ranks), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def allowed() -> list[float]:
+    """What is right, or said to be meant: ordinary tensors, copies, the part itself, whole parameters, equal replicas."""
+    model, plain = BMTrainModelWrapper(Model()), nn.Linear(2, 2)
+    replicated = Block(nn.Linear(4, 4), zero_level=0)
+    for module, width in ((model, 5), (plain, 2), (replicated, 4)):
+        module(torch.ones(2, width)).sum().backward()
+    weight = dict(model.named_parameters())["layers.0.weight"]
+    plain.weight.grad.fill_(rank())
+    dist.all_reduce(plain.weight.grad)
+    dist.broadcast(plain.weight.data, 0)
+    dist.broadcast(replicated.weight.data, 0)
+    dist.all_reduce(torch.ones(1).to_sparse())
+    dist.all_reduce(weight.grad.square().sum())
+    numbers = torch.zeros(64)
+    numbers[: weight.numel()] = weight.detach()
+    dist.all_reduce(numbers)
+    part = DistributedParameter(torch.zeros(4))
+    dist.broadcast(part.detach(), 0)  # of two elements on each rank
+    with whole_parameters(model.head):
+        dist.broadcast(model.head.weight.data, 0)
+    whole = weight.gather().detach()
+    return [plain.weight.grad.max().item(), whole.numel()]
+
+
+def test_other_tensors_and_whole_parameters_may_be_given_to_collectives() -> None:
+    assert run_ranks(allowed, 2) == [[1.0, 25.0]] * 2
+
+
+def gradient_of_a_replica() -> str:
+    block = Block(nn.Linear(4, 4), zero_level=0)
+    block(torch.ones(2, 4)).sum().backward()
+    return error_of(lambda: dist.all_reduce(block.weight.grad))
+
+
+def test_a_replicated_gradient_that_was_summed_already_is_not_summed_again() -> None:
+    for text in run_ranks(gradient_of_a_replica, 2):
+        assert "bmt has summed it over the ranks" in text
