@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import AdamW, OptimManager, param_groups
@@ -27,39 +28,64 @@ def _names(groups: list[dict[str, Any]], model: Model) -> list[tuple[float, list
     return [(group["weight_decay"], sorted(names[p] for p in group["params"])) for group in groups]
 
 
-def _groups_and_warnings() -> tuple[Any, Any, list[list[str]]]:
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _by_slices(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Groups as scripts make them, with ``weight_decay`` of the optimizer for matrices."""
+    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _groups_and_errors() -> tuple[Any, Any, list[str], list[str]]:
     model = Model(DistributedParameter)
+    adapter = nn.Parameter(torch.ones(3, 3))  # an ordinary matrix decays, beside sharded ones that do not
+    slices = _by_slices(list(model.parameters()))
+    beside = _by_slices([adapter, *model.parameters()])
+    model.matrix.gather().sum().backward()
+    refused = [
+        _error_of(lambda: OptimManager().add_optimizer(AdamW(slices, weight_decay=0.1))),
+        _error_of(lambda: OptimManager().add_optimizer(AdamW(beside, weight_decay=0.1))),
+        _error_of(lambda: OptimManager().add_optimizer(torch.optim.SGD(reversed(slices), weight_decay=0.1))),
+        *(_error_of(torch.optim.SGD(slices, weight_decay=0.1).step) for _ in range(2)),  # a loop without a manager
+    ]
+    alike = [{"params": group["params"]} for group in slices]
+    by_module = [
+        {"params": [adapter, nn.Parameter(torch.ones(3))]},
+        {"params": [*model.parameters()], "weight_decay": 0.0},
+    ]
+    accepted = [
+        _error_of(lambda: OptimManager().add_optimizer(AdamW(groups, weight_decay=0.1)))  # noqa: B023
+        for groups in (alike, by_module)
+    ]
     chosen = param_groups(model, weight_decay=0.1)
     exempt = param_groups(model, weight_decay=0.1, no_decay=("embedding.*", "no such"))
-    by_slices = [
-        {"params": [p for p in model.parameters() if (p.ndim >= 2) == is_matrix]} for is_matrix in (True, False)
-    ]
-    texts = []
-    for groups in (chosen, exempt, by_slices):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            OptimManager().add_optimizer(AdamW(groups))
-        texts.append([str(warning.message) for warning in caught])
-    with warnings.catch_warnings(record=True) as caught:  # a loop without a manager
-        warnings.simplefilter("always")
-        model.matrix.gather().sum().backward()
-        for _ in range(2):
-            torch.optim.SGD(by_slices, lr=0.1).step()
-    texts.append([str(warning.message) for warning in caught if "sums over" not in str(warning.message)])
-    return _names(chosen, model), _names(exempt, model), texts
+    none_decays = param_groups(model, weight_decay=0.1, no_decay=("*",))
+    for groups in (chosen, exempt, none_decays):
+        accepted.append(_error_of(lambda: OptimManager().add_optimizer(AdamW(groups))))  # noqa: B023
+        accepted.append(_error_of(torch.optim.SGD(groups, lr=0.0).step))
+    return _names(chosen, model), _names(exempt, model), refused, accepted
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_groups_are_those_of_whole_parameters(run_ranks: Any, world_size: int) -> None:
+@pytest.mark.filterwarnings("ignore:SGD takes a step")
+def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused(run_ranks: Any, world_size: int) -> None:
     model = Model(nn.Parameter)
     assert not runtime.is_initialized()
     expected = _names(param_groups(model, weight_decay=0.1), model)
     assert expected == [(0.1, ["matrix", "tied"]), (0.0, ["norm.weight", "scale"])]
-    for rank, (chosen, exempt, texts) in enumerate(run_ranks(_groups_and_warnings, world_size)):
+    for chosen, exempt, refused, accepted in run_ranks(_groups_and_errors, world_size):
         assert chosen == expected
         assert exempt == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]  # by its other name
-        assert texts[:2] == [[], []] and len(texts[2]) == len(texts[3]) == (1 if rank == 0 else 0)
-        assert all("bmt.optim.param_groups(model" in text for text in [*texts[2], *texts[3]])
+        assert all("Use bmt.optim.param_groups(model, weight_decay=0.1), which goes by" in text for text in refused)
+        assert refused[0].startswith("Parameter group 1 (weight_decay=0.0) has all sharded parameters")
+        assert all("of shape (7, 3), " in text and "of shape (), " in text for text in refused)
+        assert accepted == [""] * len(accepted)
 
 
 def test_one_pattern_alone_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bmt_core.params.ndim_groups import note_groups_by_shape
 from bmt_core.params.parameter import DistributedParameter
 
 
@@ -30,6 +31,7 @@ def param_groups(model: torch.nn.Module, *, weight_decay: float, no_decay: Itera
     for name, p in model.named_parameters(remove_duplicate=False):
         matches = any(fnmatchcase(name, pattern) for pattern in patterns)
         is_exempt[p] = is_exempt.get(p, len(_whole_shape(p)) < 2) or matches
+    note_groups_by_shape(is_exempt)
     decayed = [p for p, exempt in is_exempt.items() if not exempt]
     others = [p for p, exempt in is_exempt.items() if exempt]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -30,7 +30,7 @@ from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.ops import HostFlag
 from bmt_core.params.elementwise import check_elementwise
-from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
+from bmt_core.params.ndim_groups import check_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
 from bmt_core.run.same_data import Occasions, check_same
@@ -164,14 +164,15 @@ class OptimManager:
         in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
         ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the loss scale changes. One that
         needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see
-        :mod:`bmt_core.params.elementwise`. So is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``.
+        :mod:`bmt_core.params.elementwise`. So is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``, and so
+        are groups with and without weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
         """
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
         check_elementwise(optimizer)
         _check_scheduler(lr_scheduler)
-        warn_of_groups_by_ndim(adapted.param_groups, stacklevel=3)
+        check_groups_by_ndim(adapted.param_groups)
         self._managed.append(adapted)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)

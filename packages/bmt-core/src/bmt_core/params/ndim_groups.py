@@ -1,27 +1,53 @@
-"""A warning for parameter groups that were chosen by ``p.ndim``, which is 1 for this rank's part of any parameter."""
+"""Refuses parameter groups that were chosen by ``p.ndim``, which is 1 for this rank's part of any parameter.
+
+Scripts give matrices weight decay and vectors none. By ``p.ndim >= 2`` every sharded matrix is among the vectors, and the model
+would be trained without decay. Groups by whole shapes can look the same, if patterns of names take the matrices out. So
+:func:`note_groups_by_shape` marks the parameters that were grouped by their whole shapes.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import rank
 
 
-def warn_of_groups_by_ndim(groups: Iterable[Mapping[str, Any]], stacklevel: int) -> None:
-    """Warn, on rank 0, if ``p.ndim >= 2`` has chosen ``groups``: one is empty, and another mixes sharded matrices and vectors."""
-    found = [group["params"] for group in groups]
-    if all(found) or rank() != 0:
-        return
-    for params in found:
-        shards = [p for p in params if isinstance(p, DistributedParameter)]
-        if len({len(p.whole_shape) >= 2 for p in shards}) == 2:
-            warnings.warn(
-                "One parameter group is empty, and another has sharded matrices and vectors together. Slices of both have one"
-                " dimension, so p.ndim does not tell them apart. Use bmt.optim.param_groups(model, weight_decay=...).",
-                UserWarning,
-                stacklevel=stacklevel,
-            )
-            return
+def note_groups_by_shape(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Note that ``parameters`` were grouped by their whole shapes, so that :func:`check_groups_by_ndim` accepts the groups."""
+    for p in parameters:
+        if isinstance(p, DistributedParameter):
+            p._is_grouped_by_shape = True
+
+
+def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`ConfigError` if ``p.ndim >= 2`` has put all sharded parameters into one group, with a decay of its own.
+
+    Communicates nothing: all ranks have the same groups.
+    """
+    for number, group in enumerate(groups):
+        others = [(i, other) for i, other in enumerate(groups) if i != number and _decay(other) != _decay(group)]
+        is_alone = all(p.ndim >= 2 for i, other in enumerate(groups) if i != number for p in other["params"])
+        matrices, vectors = _sharded(group, is_matrix=True), _sharded(group, is_matrix=False)
+        if not others or not is_alone or not matrices or not vectors or any(p.ndim >= 2 for p in group["params"]):
+            continue
+        where, other = others[0]
+        raise ConfigError(
+            f"Parameter group {number} (weight_decay={_decay(group)}) has all sharded parameters, matrices and vectors together:"
+            f" {matrices[0].description}, {vectors[0].description}, ...; group {where} (weight_decay={_decay(other)}) has none."
+            " So they seem to be chosen by p.ndim, which is 1 for each rank's part of any parameter. Use"
+            f" bmt.optim.param_groups(model, weight_decay={max(_decay(group), _decay(other))}), which goes by whole shapes; its"
+            " no_decay=(...) takes names of parameters that shall not decay."
+        )
+
+
+def _decay(group: Mapping[str, Any]) -> float:
+    return float(group.get("weight_decay", 0))
+
+
+def _sharded(group: Mapping[str, Any], *, is_matrix: bool) -> list[DistributedParameter]:
+    shards = [p for p in group["params"] if isinstance(p, DistributedParameter) and not p._is_grouped_by_shape]
+    return [p for p in shards if (len(p.whole_shape) >= 2) == is_matrix]

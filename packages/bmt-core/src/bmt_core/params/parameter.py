@@ -79,6 +79,7 @@ class DistributedParameter(NoRandomFills, NoPartIndices, OldParameterNames, torc
     _initialized: bool
     _shared: bool
     _flat_index: int | None
+    _is_grouped_by_shape = False  # parameter groups were made by its whole shape: see bmt_core.params.ndim_groups
     _is_lent = False  # whole, or a placeholder, inside whole_parameters() or while the model is initialised
 
     def __new__(

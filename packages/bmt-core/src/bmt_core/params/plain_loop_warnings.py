@@ -1,7 +1,8 @@
 """Warnings for loops that call ``loss.backward()`` and ``optimizer.step()`` themselves, as in plain torch.
 
 Such a loop expects gradients of the mean loss. In a run that sums gradients they are larger by the number of ranks, unless an
-``OptimManager`` has scaled the loss. And gradients of ordinary parameters are not summed over ranks without a manager.
+``OptimManager`` has scaled the loss. And gradients of ordinary parameters are not summed over ranks without a manager. Groups by
+``p.ndim`` are refused, as :meth:`OptimManager.add_optimizer` refuses them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from bmt_core.params.ndim_groups import warn_of_groups_by_ndim
+from bmt_core.params.ndim_groups import check_groups_by_ndim
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime
 from bmt_core.user_warnings import warn_user
@@ -40,11 +41,10 @@ class _PlainLoopCheck:
         ordinary = [p for p in trained if not isinstance(p, DistributedParameter)]
         if len(ordinary) == len(trained):
             return
+        check_groups_by_ndim(optimizer.param_groups)
         self._is_over = True
-        if self._runtime.rank == 0:
-            warn_of_groups_by_ndim(optimizer.param_groups, stacklevel=_USER)
-            if self._runtime.topology.data_size > 1:
-                self._warn(type(optimizer).__name__, len(ordinary))
+        if self._runtime.rank == 0 and self._runtime.topology.data_size > 1:
+            self._warn(type(optimizer).__name__, len(ordinary))
 
     def _warn(self, optimizer: str, ordinary: int) -> None:
         size, texts = self._runtime.topology.data_size, []
