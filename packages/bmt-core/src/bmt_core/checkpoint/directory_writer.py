@@ -3,7 +3,7 @@
 Rank 0 creates the files with their final sizes and tells the others where each tensor belongs. Every rank writes its parts of the
 tensors there, so that nothing is gathered, and sends rank 0 their checksums for the headers. A save gives its files new names, so
 the former model stays whole until the index is replaced, which is atomic. Then the files of the former model are deleted. Other
-files, such as ``config.json``, stay.
+files stay, except those that are saved with the model, such as ``config.json``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import operator
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from bmt_core.checkpoint.atomic import cannot_write, flush, replacing
 from bmt_core.checkpoint.directory_reader import INDEX_FILE, MANIFEST, SINGLE_FILE
 from bmt_core.checkpoint.format import Index, TensorEntry
+from bmt_core.checkpoint.hub_state import HubState
 from bmt_core.checkpoint.range_writer import RangeWriter
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
 from bmt_core.checkpoint.safetensors_layout import FileLayout, file_summary
@@ -40,34 +41,46 @@ _Plan = tuple[list[str], str, dict[str, tuple[int, int]]]
 
 
 class DirectorySave:
-    """One save of ``state`` into ``folder``. Errors name ``what``."""
+    """One save of ``state`` into ``folder``. Errors name ``what``. On rank 0, ``beside`` are files to write with the model."""
 
-    def __init__(self, folder: Path, state: WholeState, what: str) -> None:
-        self._folder, self._state, self._what = folder, state, what
+    def __init__(
+        self, folder: Path, state: WholeState | HubState, what: str, beside: Mapping[str, bytes] | None = None
+    ) -> None:
+        self._folder, self._state, self._what, self._beside = folder, state, what, beside or {}
         self._layouts: list[FileLayout] = []  # of the files; filled on rank 0
         self._unfinished: list[Path] = []  # files that rank 0 has created and no index names yet
 
-    def parts(self) -> list[OwnPart]:
-        """Return this rank's parts, whose elements are read only when they are written. Communicates nothing."""
-        return self._state.own_parts()
+    def batches(self) -> Iterator[Sequence[OwnPart]]:
+        """Yield this rank's parts, whose elements are read only when they are written. Collective if a batch is gathered."""
+        return self._state.batches()
 
-    def write(self, parts: Callable[[], Sequence[OwnPart]], group: Group) -> None:
-        """Write the parts that ``parts()`` returns, then replace the index. Collective over ``group``, which has all ranks.
+    def parts(self) -> list[OwnPart]:
+        """Return all of :meth:`batches` in one list."""
+        return [part for batch in self.batches() for part in batch]
+
+    def write(self, batches: Callable[[], Iterable[Sequence[OwnPart]]], group: Group) -> None:
+        """Write what ``batches()`` yields, as often on every rank, then replace the index. Collective over ``group``: all ranks.
 
         With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails, the directory is as it was.
         """
         try:
             plan = None
             with collective_section(group, self._what):
-                own = parts()
+                pending = iter(batches())
+                own = next(pending, None)
             # A section of its own: while rank 0 creates files, no rank should still be copying its parts.
             with collective_section(group, self._what):
                 if group.rank == 0:
                     plan = self._make_files()
             self._names, self._ending, self._places = broadcast_object(plan, group)
-            with collective_section(group, self._what):
-                added = self._write_own(own, group)
-            sums = all_gather_object(added, group)
+            added = dict.fromkeys(self._places, 0)
+            while own is not None:
+                with collective_section(group, self._what):
+                    self._write_own(own, group, added)
+                with collective_section(group, self._what):
+                    own = None  # its memory is free before the next one is made
+                    own = next(pending, None)
+            sums = all_gather_object(list(added.values()), group)
             with collective_section(group, self._what):
                 if group.rank == 0:
                     self._publish([reduce(operator.xor, of_tensor) for of_tensor in zip(*sums, strict=True)])
@@ -97,9 +110,8 @@ class DirectorySave:
         places = {name: (number, layout.place_of(name)) for number, layout in layouts for name in layout.names}
         return self._names, self._ending, places
 
-    def _write_own(self, parts: Sequence[OwnPart], group: Group) -> list[int]:
-        """Write ``parts``, in the order of the files; return their contribution to the checksum of each tensor."""
-        added = dict.fromkeys(self._places, 0)
+    def _write_own(self, parts: Sequence[OwnPart], group: Group, added: dict[str, int]) -> None:
+        """Write ``parts``, in the order of the files; put their contribution to the checksum of each tensor into ``added``."""
 
         def order(part: OwnPart) -> tuple[int, int]:
             number, place = self._places[part.name]
@@ -120,7 +132,6 @@ class DirectorySave:
                 ) from error
             except OSError as error:
                 raise CheckpointError(cannot_write(self._folder / name, error)) from error
-        return list(added.values())
 
     def _publish(self, checksums: Sequence[int]) -> None:
         """Complete the files, replace the index, and delete the files that it does not name. Called on rank 0."""
@@ -135,6 +146,10 @@ class DirectorySave:
             flush(self._folder)
         except OSError as error:
             raise CheckpointError(cannot_write(self._folder, error)) from error
+        for name, content in self._beside.items():
+            (self._folder / name).parent.mkdir(exist_ok=True)
+            with replacing(self._folder / name) as temporary:
+                temporary.write_bytes(content)
         with replacing(self._folder / INDEX_FILE) as temporary:
             temporary.write_text(json.dumps(self._index_content(), indent=2) + "\n")
         self._unfinished.clear()

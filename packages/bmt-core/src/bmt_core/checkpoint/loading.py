@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from bmt_core.checkpoint.background import finish_last_save
 from bmt_core.checkpoint.format import CheckpointReader, TensorEntry
 from bmt_core.checkpoint.format_choice import FormatChoice
+from bmt_core.checkpoint.hub_names import Shapes, converted_index, shapes_of
 from bmt_core.checkpoint.plan import LoadPlan, Step, plan_load
 from bmt_core.checkpoint.shared_reader import opened_by_all
 from bmt_core.checkpoint.whole_state import named_targets, world_group, write_whole
@@ -38,31 +41,39 @@ def load(
     rank 0, which alone needs access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are
     compared before anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
     :class:`CheckpointError` and the model is unchanged. Modules' ``load_state_dict`` pre-hooks and overrides of
-    ``_load_from_state_dict`` may rename and add keys; that they compute with tensors is such an error, too.
+    ``_load_from_state_dict`` may rename and add keys; that they compute with tensors is such an error, too. A model of transformers
+    is loaded from the hub's names and layouts (old names, experts one by one) by transformers' own rules, one group of tensors at a
+    time: a rank then reads whole groups.
 
     With ``strict`` False, keys that only the file or only the model has are ignored. Returns torch's named tuple
     ``(missing_keys, unexpected_keys)``.
     """
     finish_last_save(f"loading {file_name}")
-    with prepared_load(model, Path(file_name), strict=strict, format=format) as load_model:
+    with prepared_load(model, Path(file_name), strict=strict, format=format, is_hub=True) as load_model:
         return load_model()
 
 
 @contextmanager
 def prepared_load(
-    model: nn.Module, source: Path, *, strict: bool = True, format: FormatChoice = None
+    model: nn.Module, source: Path, *, strict: bool = True, format: FormatChoice = None, is_hub: bool = False
 ) -> Iterator[Callable[[], Any]]:
     """Compare ``model`` with the file ``source``, and yield the function that loads it, which returns what :func:`load` does.
 
-    The ``with`` statement and the function are collective. If the file does not load, every rank raises before the body.
+    The ``with`` statement and the function are collective. If the file does not load, every rank raises before the body. With
+    ``is_hub`` the file may have the names of Hugging Face's hub.
     """
     group = world_group()
     what = f"loading {source}"
     with off_meta_device(), opened_by_all(source, what, format) as shared:
-        index = shared.index
         owners = group_of_owners(model.parameters())
         elsewhere = set().union(*all_gather_object([name for name, _, _ in named_targets(model)], owners))
+        shapes: Shapes = dict(ChainMap(*all_gather_object(shapes_of(model), owners))) if is_hub else {}
+        note_rules = None
         with collective_section(group, what):
+            if is_hub and (hub := converted_index(model, shapes, shared.index)) is not None:
+                shared = replace(shared, index=hub.index, reader=hub.opened(shared.reader))
+                note_rules = hub.note_rules
+            index = shared.index
             plan = plan_load(model, index, source=str(source), strict=strict, elsewhere=elsewhere)
         wanted = in_one_order(all_gather_object(plan.sources, owners))
         shared.verify()
@@ -74,6 +85,8 @@ def prepared_load(
                 else:
                     _receive(plan, [index.entries[name] for name in wanted], shared.reader, group)
             with no_way_back(what), collective_section(group, what):
+                if note_rules is not None:
+                    note_rules()
                 return _tell_modules(model, plan)
 
         yield load_model

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from bmt_core.checkpoint.background import capture_result, group_of_writers, joi
 from bmt_core.checkpoint.directory_writer import DirectorySave
 from bmt_core.checkpoint.format import CheckpointFormat, Index
 from bmt_core.checkpoint.format_choice import FormatChoice, choose_directory_format, choose_format
+from bmt_core.checkpoint.hub_state import hub_files, hub_state
 from bmt_core.checkpoint.safetensors_format import SafetensorsFormat
 from bmt_core.checkpoint.safetensors_layout import check_entries
 from bmt_core.checkpoint.snapshot import snapshot
@@ -24,7 +26,12 @@ from bmt_core.errors import CheckpointError
 
 
 def save(
-    model: nn.Module, file_name: str | os.PathLike[str], non_blocking: bool = False, *, format: FormatChoice = None
+    model: nn.Module,
+    file_name: str | os.PathLike[str],
+    non_blocking: bool = False,
+    *,
+    format: FormatChoice = None,
+    tokenizer: Any = None,
 ) -> None:
     """Write the state dict of ``model`` to ``file_name``, as whole tensors under the names of the plain model. Collective.
 
@@ -38,7 +45,12 @@ def save(
     is taken from the first rank that has it. Modules are saved by their hooks and ``_save_to_state_dict``; a ``state_dict`` that a
     module overrides is not called, because libraries call ``save`` in it.
 
-    To a directory every rank writes its own parts, and nothing is gathered. For a file, one tensor is gathered at a time, and only
+    A directory of a model of transformers is what its ``save_pretrained`` writes: the names and layouts of the hub, which
+    transformers' own rules make, ``config.json`` and ``generation_config.json``; and the files of ``tokenizer`` (or of a processor,
+    or of whatever has ``save_pretrained(directory)``), if it is given. Every other file has the names of the plain model.
+
+    To a directory every rank writes its own parts, and nothing is gathered, except tensors that the hub stores in another layout
+    (experts one by one), one group on each rank at a time. For a file, one tensor is gathered at a time, and only
     rank 0 holds them in host memory: all of them in the torch format, one in the safetensors format. The write is atomic: if the
     program dies at any moment, the previous checkpoint is still there. With ``non_blocking`` each rank copies its parts to the host
     now and writes them on a thread; if that fails, the next ``save``, ``load`` or :func:`wait_for_saves` raises the error. Memory
@@ -57,11 +69,17 @@ def save(
         local = LocalState.of_model(model, is_snapshot=non_blocking)
         if is_directory:
             check_entries(local.entries)
+        elif tokenizer is not None and group.rank == 0:
+            raise CheckpointError(
+                f"{target} is a file, and a tokenizer is saved in a directory: end the name in a slash."
+            )
+        beside = hub_files(model, tokenizer) if is_directory and group.rank == 0 else {}
         results.own = is_directory, local.layout.summary
     are_directories, summaries = zip(*results.of_ranks, strict=True)
     state = WholeState(local, what, summaries)
     if are_directories[0]:  # rank 0 decides: ranks that share no disk may see different files
-        _save_directory(state, target, what, non_blocking)
+        # What the rules make of the index, an error too, is the same on every rank.
+        _save_directory(DirectorySave(target, hub_state(state, model), what, beside), what, non_blocking)
     else:
         save_file(state, target, what, chosen, non_blocking=non_blocking)
 
@@ -96,13 +114,12 @@ def save_file(
             deque(tensors, maxlen=0)
 
 
-def _save_directory(state: WholeState, target: Path, what: str, non_blocking: bool) -> None:
-    save = DirectorySave(target, state, what)
+def _save_directory(save: DirectorySave, what: str, non_blocking: bool) -> None:
     if non_blocking:
         group, copies = group_of_writers(), capture_result(lambda: snapshot(save.parts()))
-        start_save(what, lambda: save.write(lambda: copies()[0], group))
+        start_save(what, lambda: save.write(copies, group))
     else:
-        save.write(save.parts, world_group())
+        save.write(save.batches, world_group())
 
 
 def write_checkpoint(

@@ -141,7 +141,7 @@ def save_checkpoint(
     def write(content: Callable[[], tuple[dict[str, Any], Sequence[Sequence[OwnPart]]]]) -> None:
         with _removed_on_failure(temporary):
             for number, save in enumerate(saves):
-                save.write(partial(lambda of_save: content()[1][of_save], number), group)
+                save.write(partial(lambda of_save: [content()[1][of_save]], number), group)
             with collective_section(group, what):
                 if group.rank == 0:
                     training, _ = content()

@@ -186,6 +186,31 @@ class WholeState:
         if failure is not None:
             raise failure
 
+    def batches(self) -> Iterator[Sequence[OwnPart]]:
+        """Yield all of :meth:`own_parts` at once, for a save by all ranks."""
+        yield self.own_parts()
+
+    def gathered_on(self, rank: int, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
+        """Return whole host copies of the tensors ``names`` on ``rank`` of the world, None on others. Collective.
+
+        If ranks hold different parts of the model, it is not ``rank`` but a rank that has these tensors.
+        """
+        if self._group.size > 1:
+            holders = {self._holders[name] for name in names}
+            if len(holders) > 1:  # the same on every rank
+                raise CheckpointError(
+                    f"{', '.join(names)} become one tensor in files of the hub, and lie on different stages. Save to a file (.pt,"
+                    " .safetensors), which keeps the model's names."
+                )
+            rank = self._first_owners[holders.pop()]
+        found: dict[str, torch.Tensor] = {}
+        for name in names:
+            whole = self._gathered_on(rank, name)
+            if whole is not None and world_group().rank == rank:
+                found[name] = self._on_host(name, whole)
+            del whole  # before the next one is made
+        return found or None
+
     def own_parts(self) -> list[OwnPart]:
         """Return this rank's parts for a save by all ranks, which together have every element once. Communicates nothing."""
         parts = []
