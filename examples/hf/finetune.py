@@ -51,10 +51,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     bmt.print_rank(tokenizer.decode(written[0], skip_special_tokens=True))
 
     merged = model.merge_and_unload()
-    bmt.save(merged, f"{options.out}/")  # every rank writes its share, in Hugging Face's layout
-    if bmt.rank() == 0:
-        for part in (merged.config, merged.generation_config, tokenizer):
-            part.save_pretrained(options.out)
+    bmt.save(merged, f"{options.out}/", tokenizer=tokenizer)  # every rank writes its share, in Hugging Face's layout
     bmt.print_rank(
         f"held-out loss {before:.3f} -> {after:.3f}; AutoModelForCausalLM.from_pretrained({str(options.out)!r})"
     )
@@ -73,14 +70,13 @@ def adapted_model(options: argparse.Namespace) -> tuple[Any, Any]:
         tokenizer, config = AutoTokenizer.from_pretrained(files), AutoConfig.from_pretrained(files)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
-    config.architectures = [type(model).__name__]
     bmt.BMTrainModelWrapper(model, init=options.model is None)
     if options.model is not None:
         bmt.load(model, files)
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     if not options.checkpoint:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
     if bmt.rank() == 0:
         model.print_trainable_parameters()
     return model, tokenizer

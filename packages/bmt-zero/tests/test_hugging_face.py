@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -209,9 +211,12 @@ def test_no_cache_is_built_where_blocks_recompute(name: str) -> None:
 def switches() -> list[list[bool]]:
     model: Any = wrapped("llama", (3,), True, False)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
+    every_second = functools.partial(model.activation_checkpointing_enable, every_n_layers=2)
     found = []
-    for switch in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
-        switch()
+    for switch in (model.activation_checkpointing_disable, model.activation_checkpointing_enable, every_second):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            switch()
         found.append([block._use_checkpoint for block in blocks])
         model.train()
         model(**inputs(0, runtime.rank(), 2)).loss.backward()
@@ -219,7 +224,31 @@ def switches() -> list[list[bool]]:
 
 
 def test_the_model_s_switch_of_checkpointing_is_that_of_the_blocks() -> None:
-    assert run_ranks(switches, 2) == [[[False, False], [True, True]]] * 2
+    assert run_ranks(switches, 2) == [[[False, False], [True, True], [True, False]]] * 2
+
+
+def packed_loss(model: Any) -> torch.Tensor:
+    ids, places = inputs(0, 0, 1)["input_ids"][:1], torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    labels = ids.masked_fill(places == 0, -100)
+    loss: torch.Tensor = model(input_ids=ids, position_ids=places, labels=labels, use_cache=False).loss
+    return loss.detach()
+
+
+def packed() -> list[torch.Tensor]:
+    model: Any = wrapped("llama", (3,), True, False).train()
+    found = [packed_loss(model)]
+    model.activation_checkpointing_disable()
+    return [*found, packed_loss(model)]
+
+
+def test_packed_sequences_do_not_see_each_other_without_a_cache() -> None:
+    model = built("llama").train()
+    ids = inputs(0, 0, 1)["input_ids"][:1]
+    apart = [model(input_ids=part, labels=part).loss * (part.shape[1] - 1) for part in (ids[:, :3], ids[:, 3:])]
+    expected = (torch.stack(apart).sum() / 6).detach()
+    torch.testing.assert_close(packed_loss(model), expected)
+    for found in run_ranks(packed, 2):
+        torch.testing.assert_close(found, [expected, expected])
 
 
 def generated(path: str) -> Any:
