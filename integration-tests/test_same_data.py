@@ -239,11 +239,18 @@ def other_inputs(which: str) -> str:
     for _ in range(3 if which == "later" else 0):
         model(ids, labels)
     others = batch(rank())
-    given = {"ids": (others[0], labels), "labels": (ids, others[1]), "later": (others[0], labels)}[which]
+    one_other = ids.clone()
+    one_other[0, 0] += rank()
+    given = {
+        "ids": (others[0], labels),
+        "one id": (one_other, labels),
+        "labels": (ids, others[1]),
+        "later": (others[0], labels),
+    }[which]
     return said(lambda: model(*given))
 
 
-@pytest.mark.parametrize(("which", "name"), [("ids", "ids"), ("labels", "labels"), ("later", "ids")])
+@pytest.mark.parametrize(("which", "name"), [("ids", "ids"), ("one id", "ids"), ("labels", "labels"), ("later", "ids")])
 def test_ranks_along_tp_that_get_other_inputs_are_told_which(which: str, name: str) -> None:
     for text in run_ranks(other_inputs, 2, which, init=TP):
         assert f"Ranks 0, 1 must have the same inputs of Model, and the values of {name} differ on rank 1" in text

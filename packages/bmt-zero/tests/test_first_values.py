@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
 import bmt_core
-from bmt_core import DistributedModule, DistributedParameter, init_parameters
+from bmt_core import DistributedModule, DistributedParameter, init_parameters, rank
 from bmt_core.errors import ConfigError
 from bmt_core.nn import Linear
 from bmt_core.testing import run_ranks
@@ -159,3 +159,26 @@ def test_values_of_parts_cannot_be_sent() -> None:
     for sharded, unknown in run_ranks(sync_of_what_is_sharded, 2):
         assert sharded.startswith("layers.0.weight is sharded already, and sync='rank0' sends whole values.")
         assert unknown == "sync must be 'rank0' or None, not 'rank1'."
+
+
+def partly_on_meta(sync: Literal["rank0"] | None) -> str | list[float]:
+    """Wrap a model that has values on rank 0 only; what ranks load then is right, and ``sync`` is one clear error."""
+    torch.manual_seed(1)
+    values = nn.Linear(4, 3).state_dict()
+    with torch.device("meta" if rank() else "cpu"):
+        model = nn.Linear(4, 3)
+    try:
+        BMTrainModelWrapper(model, init=False, sync=sync)
+        model.load_state_dict(values)
+        return model(torch.ones(1, 4)).flatten().tolist()  # type: ignore[no-any-return]
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_model_with_values_on_rank_0_alone_may_load_and_cannot_send(world_size: int) -> None:
+    torch.manual_seed(1)
+    expected = nn.Linear(4, 3)(torch.ones(1, 4)).flatten().tolist()
+    assert run_ranks(partly_on_meta, world_size, None) == [pytest.approx(expected)] * world_size
+    for message in run_ranks(partly_on_meta, world_size, "rank0"):
+        assert "weight has values on some ranks only (rank 0 and rank 1 differ), and sync='rank0'" in message

@@ -65,11 +65,13 @@ def BMTrainModelWrapper(
         check_adapters(model.modules())
         _check_sync(model, sync)
         layout = ParameterLayout(model.named_parameters())
-        results.own = layout.summary, _declared_axes(model)
-    if difference := layout.difference([summary for summary, _ in results.of_ranks]):
+        results.own = layout.summary, _declared_axes(model), _without_values(model)
+    summaries, declared, without_values = zip(*results.of_ranks, strict=True)
+    if difference := layout.difference(summaries):
         raise ConfigError(f"Ranks wrap models of different parameters. {difference} {DECLARE_LOCAL}")
-    _check_is_split(model, [axes for _, axes in results.of_ranks if axes is not None])
+    _check_is_split(model, [axes for axes in declared if axes is not None])
     if sync is not None:
+        _check_all_have_values(without_values)
         _send_values_of_rank_0(model)
     zero_run()  # made now, because it observes calls and gathers parameters outside of Blocks together
     # For all modules at once, so that a buffer which several modules share stays one tensor.
@@ -104,10 +106,10 @@ def BMTrainModelWrapper(
 
 
 def _declared_axes(model: nn.Module) -> set[str] | None:
-    """Return the axes along which a parameter is split or declared; None if there are no parameters."""
+    """Return the axes along which a parameter is split or declared; None if none is trained."""
     parameters = list(model.parameters())
     declared = {place.axis for p in parameters if isinstance(p, DistributedParameter) for place in p.locality}
-    return declared if parameters else None
+    return declared if any(p.requires_grad for p in parameters) else None
 
 
 def _check_is_split(model: nn.Module, declared: Sequence[set[str]]) -> None:
@@ -138,6 +140,20 @@ def _check_sync(model: nn.Module, sync: str | None) -> None:
             f"{sharded[0]} is sharded already, and sync='rank0' sends whole values. Wrap the plain"
             " model, without Blocks of your own, or give every rank the same values."
         )
+
+
+def _without_values(model: nn.Module) -> list[str]:
+    return [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if not has_values(tensor)]
+
+
+def _check_all_have_values(without_values: Sequence[list[str]]) -> None:
+    for rank, names in enumerate(without_values):
+        if names != without_values[0]:
+            name = next(name for name in (*names, *without_values[0]) if (name in names) != (name in without_values[0]))
+            raise ConfigError(
+                f"{name} has values on some ranks only (rank 0 and rank {rank} differ), and sync='rank0' sends values to all of"
+                " them. Make the model alike on all ranks: with memory for its values, not under torch.device('meta')."
+            )
 
 
 @torch.no_grad()
@@ -192,6 +208,5 @@ def _shard_alone(parameter: nn.Parameter) -> DistributedParameter:
     with torch.no_grad():
         whole = parameter.detach()
         made = make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))
-    if has_values(made):
-        note_first_values(made, whole)
+    note_first_values(made, whole, is_filled=has_values(made))
     return made

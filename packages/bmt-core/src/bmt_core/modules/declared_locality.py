@@ -67,8 +67,7 @@ def declare(parameter: nn.Parameter, locality: Locality) -> DistributedParameter
     shard = whole_tensor_shard(own.shape, topology.shard_group(local_axes_of([locality])))
     made = make_distributed(parameter, shard, own_part(own, shard, runtime.device))
     made.locality = (locality,)
-    if has_values(made):
-        runtime.first_values.note(made, whole, topology.shard_group())
+    runtime.first_values.note(made, whole, topology.shard_group(), is_filled=has_values(made))
     return made
 
 

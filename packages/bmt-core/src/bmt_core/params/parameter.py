@@ -103,8 +103,7 @@ class DistributedParameter(NoRandomFills, NoPartIndices, OldParameterNames, torc
         self._set_place(shard, init_method, checked, label)
         if not has_values(data):
             mark_uninitialized(self)
-        else:
-            note_first_values(self, data)
+        note_first_values(self, data, is_filled=has_values(data))
         return self
 
     @property
@@ -456,14 +455,14 @@ def make_distributed(parameter: torch.nn.Parameter, shard: Shard, part: torch.Te
     return result
 
 
-def note_first_values(parameter: DistributedParameter, full: torch.Tensor) -> None:
-    """Note the values of ``full``, of :attr:`full_shape`, of which the new ``parameter`` keeps this rank's part."""
+def note_first_values(parameter: DistributedParameter, full: torch.Tensor, *, is_filled: bool) -> None:
+    """Note the values of ``full``, of :attr:`full_shape`, of which the new ``parameter`` keeps this rank's part, if it has any."""
     runtime = current()
     group = parameter.shard_group
     whole_along = {place.axis for place in parameter.locality if place.gradients == "whole"}
     if whole_along and group.ranks == runtime.topology.shard_group(parameter.local_axes).ranks:
         group = runtime.topology.shard_group(parameter.local_axes - whole_along)
-    runtime.first_values.note(parameter, full, group)
+    runtime.first_values.note(parameter, full, group, is_filled=is_filled)
 
 
 def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:

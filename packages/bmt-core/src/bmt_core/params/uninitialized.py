@@ -46,8 +46,9 @@ def note_first_buffers(modules: Iterable[nn.Module]) -> None:
     group = run.topology.group((DATA_AXIS.name,))
     for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is not None and has_values(buffer):
-                run.first_values.note(buffer, buffer, group, f"the buffer {type(module).__name__}.{name}")
+            if buffer is not None:
+                label = f"the buffer {type(module).__name__}.{name}"
+                run.first_values.note(buffer, buffer, group, is_filled=has_values(buffer), name=label)
 
 
 def fill_with_nan(tensor: torch.Tensor) -> torch.Tensor:

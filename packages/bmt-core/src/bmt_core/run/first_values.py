@@ -36,17 +36,19 @@ class FirstValues:
     def __init__(self) -> None:
         self._noted: dict[tuple[int, ...], tuple[Group, list[_Noted]]] = {}
 
-    def note(self, kept: torch.Tensor, whole: torch.Tensor, group: Group, name: str = "") -> None:
+    def note(self, kept: torch.Tensor, whole: torch.Tensor, group: Group, *, is_filled: bool, name: str = "") -> None:
         """Note the values of ``whole``, of which this rank has kept ``kept``; all ranks of
         ``group`` must have the same.
 
-        ``name`` is for errors; by default that of ``kept`` when the values are compared. Sparse
-        tensors are not compared. Communicates nothing.
+        Every rank notes each tensor, so that lists have the same length; those that have no values
+        on some rank, or are sparse, are not compared. ``name`` is for errors; by default that of
+        ``kept`` when the values are compared. Communicates nothing.
         """
-        if group.size == 1 or whole.is_meta or whole.layout is not torch.strided:
+        if group.size == 1:
             return
         _, noted = self._noted.setdefault(group.ranks, (group, []))
-        noted.append(_Noted(weakref.ref(kept), kept._version, whole.shape, whole.dtype, sum_of_bits(whole), name))
+        bits = sum_of_bits(whole) if is_filled and whole.layout is torch.strided else None
+        noted.append(_Noted(weakref.ref(kept), kept._version, whole.shape, whole.dtype, bits, name))
 
     def compare(self) -> None:
         """Compare all values that were noted since the last comparison. Collective over each group
@@ -68,7 +70,7 @@ class _Noted(NamedTuple):
     version: int
     shape: torch.Size
     dtype: torch.dtype
-    bits: torch.Tensor
+    bits: torch.Tensor | None
     name: str
 
 
@@ -77,5 +79,6 @@ def _entries(values: Iterable[_Noted]) -> Iterable[Entry]:
         kept, name = value.kept(), None
         if kept is not None:  # the entry of a freed tensor stays: the list must have the same length on every rank
             name = value.name or getattr(kept, "label", "") or "a parameter"
-        is_changed = kept is None or kept._version != value.version
-        yield Entry(name, tuple(value.shape), str(value.dtype), None if is_changed else int(value.bits))
+        is_as_noted = kept is not None and kept._version == value.version
+        bits = int(value.bits) if is_as_noted and value.bits is not None else None
+        yield Entry(name, tuple(value.shape), str(value.dtype), bits)

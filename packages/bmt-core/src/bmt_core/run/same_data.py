@@ -24,6 +24,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 
 _CHUNK = 1 << 20  # elements; bounds the float64 copy to 8 MiB
+_OF_INTEGERS = 1e-12  # fingerprints of equal integers may be rounded differently
 NUMBERS = 3
 """How many numbers :func:`fingerprint` returns."""
 
@@ -97,15 +98,25 @@ def check_same(
     """Raise ``ValueError`` on all ranks of ``group`` if their tensors differ, or their names,
     shapes or dtypes.
 
-    ``tolerance`` is relative to the norm. Tensors with infinite or NaN elements are not compared.
+    ``tolerance`` is relative to the norm, and for tensors of floating point only: integers must be
+    equal. Tensors with infinite or NaN elements are not compared.
     ``what`` says in the error what the tensors are, and ``advice`` is its last sentence.
     Collective; the host waits for the device.
     """
-    own = [_Entry(name, tuple(tensor.shape), str(tensor.dtype), fingerprint(tensor).tolist()) for name, tensor in named]
+    own = [
+        _Entry(
+            name,
+            tuple(tensor.shape),
+            str(tensor.dtype),
+            tolerance if tensor.is_floating_point() or tensor.is_complex() else _OF_INTEGERS,
+            fingerprint(tensor).tolist(),
+        )
+        for name, tensor in named
+    ]
     with call_purpose(f"to compare {what}"):
         of_ranks = all_gather_object(own, group)
     for rank, others in zip(group.ranks[1:], of_ranks[1:], strict=True):
-        difference = _difference(of_ranks[0], others, tolerance)
+        difference = _difference(of_ranks[0], others)
         if difference:
             raise ValueError(
                 f"Ranks {', '.join(map(str, group.ranks))} must have the same {what}, and"
@@ -117,10 +128,11 @@ class _Entry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
+    tolerance: float
     numbers: list[float]
 
 
-def _difference(first: list[_Entry], others: list[_Entry], tolerance: float) -> str:
+def _difference(first: list[_Entry], others: list[_Entry]) -> str:
     """Return what differs, as the middle of a sentence; empty if nothing does."""
     if [entry.name for entry in first] != [entry.name for entry in others]:
         return f"their names differ ({', '.join(e.name for e in others)} and {', '.join(e.name for e in first)})"
@@ -129,7 +141,7 @@ def _difference(first: list[_Entry], others: list[_Entry], tolerance: float) -> 
             kinds = f"{theirs.shape} {theirs.dtype} and {ours.shape} {ours.dtype}"
             return f"the shape or dtype of {ours.name} differs ({kinds})"
         both = torch.tensor([[ours.numbers], [theirs.numbers]], dtype=torch.float64)
-        if torch.isfinite(both).all() and not agree(both, tolerance):
+        if torch.isfinite(both).all() and not agree(both, ours.tolerance):
             return f"the values of {ours.name} differ"
     return ""
 

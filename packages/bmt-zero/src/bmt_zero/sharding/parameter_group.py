@@ -85,14 +85,14 @@ class ParameterGroup:
         shape = self.shapes[number]
         ranges = ((0, shape.numel()),) * self.ranks.size if self.is_replicated else self._layout.ranges(number)
         shard = Shard(shape, ranges, self.ranks, replicated=self.is_replicated)
-        whole = None
-        if has_values(parameter):
-            whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
+        whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
+        is_filled = has_values(parameter)
+        if is_filled:
             place.copy_(_part(parameter, shard))
         adopted = make_distributed(parameter, shard, place)
         adopted._in_block = True
         if whole is not None:
-            note_first_values(adopted, whole)
+            note_first_values(adopted, whole, is_filled=is_filled)
         return adopted
 
 
