@@ -213,6 +213,21 @@ def test_layers_that_gather_rows_refuse_the_same_rows_from_every_rank() -> None:
         assert "passed the same rows (4, 8) to VPEmbedding" in embedding
 
 
+def one_wrong_layer_of_many(wrong: int) -> str:
+    """Train layers that expect the same rows on every rank, but for one."""
+    layers = [ColumnParallelLinear(FEATURES, 4, gather_input=number == wrong) for number in range(6)]
+    for layer in layers:
+        bmt_core.init_parameters(layer)
+    rows = torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(3))
+    return said(lambda: sum(layer(rows).square().mean() for layer in layers).backward())
+
+
+def test_one_layer_of_many_that_gathers_the_same_rows_is_found_in_the_first_step() -> None:
+    for wrong in range(6):
+        for text in run_ranks(one_wrong_layer_of_many, 2, wrong, init=TP):
+            assert "passed the same rows (3, 8) to a column-parallel layer, which gathers" in text
+
+
 def other_rows_on_every_rank() -> list[str]:
     layer = ColumnParallelLinear(FEATURES, 4, gather_input=False)
     bmt_core.init_parameters(layer)

@@ -13,10 +13,11 @@ from bmt_core import DistributedModule, DistributedParameter, Locality, Paramete
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.run.runtime import current
+from bmt_core.run.same_data import Occasions
 from bmt_core.torch_internals import never_compiled
 from bmt_core.user_warnings import warn_user
 from bmt_tp.linear_function import parallel_linear, sequence_first
-from bmt_tp.row_comparison import check_own_rows
+from bmt_tp.row_comparison import check_own_rows, is_time_to_compare
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks
 
 
@@ -49,6 +50,8 @@ class VPEmbedding(DistributedModule):
     ) -> None:
         super().__init__()
         self._has_warned = False
+        self._occasions = Occasions()
+        self._projection_occasions = Occasions()
         self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         self.weight = DistributedParameter(
@@ -63,10 +66,17 @@ class VPEmbedding(DistributedModule):
         if ranks.size > 1 and not self._has_warned:
             self._warn_of_undeclared_sequence_dim(x)
         if projection:
-            return parallel_linear(x, self.weight, gather_input=True, sequence_dim=ranks.sequence_dim)
+            return parallel_linear(
+                x,
+                self.weight,
+                gather_input=True,
+                occasions=self._projection_occasions,
+                sequence_dim=ranks.sequence_dim,
+            )
         if ranks.size == 1 or ranks.sequence_dim == 0:
-            return split_lookup(x, self.weight, scattered=True)
-        return split_lookup(sequence_first(x, 2), self.weight, scattered=True).transpose(0, 1)
+            return split_lookup(x, self.weight, scattered=True, occasions=self._occasions)
+        found = split_lookup(sequence_first(x, 2), self.weight, scattered=True, occasions=self._occasions)
+        return found.transpose(0, 1)
 
     @never_compiled
     def _warn_of_undeclared_sequence_dim(self, x: torch.Tensor) -> None:
@@ -87,16 +97,21 @@ class VPEmbedding(DistributedModule):
 
 @never_compiled
 def split_lookup(
-    ids: torch.Tensor, weight: torch.Tensor, *, scattered: bool, padding_idx: int | None = None
+    ids: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    scattered: bool,
+    padding_idx: int | None = None,
+    occasions: Occasions | None = None,
 ) -> torch.Tensor:
     """Return the vectors of ``ids``; ``weight`` (vocabulary / tp, features) is this rank's part of the table.
 
     With ``scattered``, ids and vectors are this rank's rows; otherwise they are all rows, the same on every rank. The vector of
-    ``padding_idx`` gets no gradient. Collective.
+    ``padding_idx`` gets no gradient. ``occasions`` is as in :func:`bmt_tp.linear_function.parallel_linear`. Collective.
     """
     group = tensor_group()
     if scattered and group.size > 1:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and is_time_to_compare(occasions):
             check_own_rows(ids, "VPEmbedding")
         ids = gather_stacked(ids, group).flatten(0, 1)
     if ids.device.type == "cpu" and ids.numel():

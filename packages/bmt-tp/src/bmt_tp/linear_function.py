@@ -11,10 +11,11 @@ from torch.nn.functional import linear
 from bmt_core.errors import ConfigError
 from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.modules.layer_gradients import GradientWriter, LayerGradients
+from bmt_core.run.same_data import Occasions
 from bmt_tp.compiled_linear import CompiledLinear
 from bmt_tp.feature_exchange import gather_features, own_features, rows_to_features
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward
-from bmt_tp.row_comparison import check_own_rows
+from bmt_tp.row_comparison import check_own_rows, is_time_to_compare
 from bmt_tp.tensor_group import tensor_ranks
 
 
@@ -66,6 +67,7 @@ def parallel_linear(
     reduce_output_type: ReduceType | int | None = None,
     chunks: int | None = None,
     gradients: LayerGradients | None = None,
+    occasions: Occasions | None = None,
     sequence_dim: int = 0,
 ) -> torch.Tensor:
     """Return ``input weightᵀ + bias``, where each rank of the group has a slice of the weight.
@@ -100,7 +102,8 @@ def parallel_linear(
     With ``sequence_dim=1`` the rows lie along dim 1 of ``input`` and of the output, which have at least three dims:
     (batch, sequence / W, features).
 
-    ``gradients`` is the ``layer_gradients`` that a Block has set on the layer of this weight and bias.
+    ``gradients`` is the ``layer_gradients`` that a Block has set on the layer of this weight and bias. ``occasions`` is the layer's
+    count of :func:`bmt_tp.row_comparison.is_time_to_compare`.
 
     Raises ``ValueError`` for shapes or dtypes that do not fit and :class:`ConfigError` for options that contradict each other.
     Both are the same on all ranks, so all ranks raise, before anything is communicated.
@@ -124,13 +127,15 @@ def parallel_linear(
             reduce_output_type=reduce_output_type,
             chunks=chunks,
             gradients=gradients,
+            occasions=occasions,
         )
         return output.transpose(0, 1)
     if reduce_output_type is None:
-        output = _applied(True, input, weight, bias, gather_input, chunks, gradients)
+        output = _applied(True, input, weight, bias, gather_input, chunks, gradients, occasions)
         return gather_features(output, ranks.group) if gather_output else output
     if split_input:
-        if gather_input and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        trains = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if gather_input and trains and is_time_to_compare(occasions):
             check_own_rows(input, "a row-parallel layer")
         input = rows_to_features(input, ranks.group) if gather_input else own_features(input, ranks.group)
     if scattered and input.shape[0] % ranks.size:
@@ -138,7 +143,7 @@ def parallel_linear(
             f"The output has {len(input)} rows, which cannot be scattered evenly over {ranks.size} ranks."
             f" Pad them to {-(-len(input) // ranks.size) * ranks.size}, or use ReduceType.ALL_REDUCE."
         )
-    return _applied(False, input, weight, bias, scattered, chunks, gradients)
+    return _applied(False, input, weight, bias, scattered, chunks, gradients, None)
 
 
 def sequence_first(x: torch.Tensor, least_dims: int = 3) -> torch.Tensor:
@@ -159,6 +164,7 @@ def _applied(
     option: bool,
     chunks: int | None,
     gradients: LayerGradients | None,
+    occasions: Occasions | None,
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
         compiled: torch.Tensor = CompiledLinear.apply(input, weight, bias, column, option, chunks)  # type: ignore[no-untyped-call]
@@ -166,7 +172,8 @@ def _applied(
     writer = None if gradients is None else gradients.writer(input, weight, bias)
     if writer is not None:
         writer.begin_forward(input)
-    call = _Call(column, option, chunks, writer)
+    compares_rows = column and torch.is_grad_enabled() and is_time_to_compare(occasions)
+    call = _Call(column, option, chunks, writer, compares_rows)
     output: torch.Tensor = _ParallelLinear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call]
     if writer is not None:
         writer.end_forward()
@@ -184,6 +191,7 @@ class _Call(NamedTuple):
     option: bool
     chunks: int | None
     writer: GradientWriter | None
+    compares_rows: bool
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -210,8 +218,7 @@ class _ParallelLinear(torch.autograd.Function):
         if call.writer is not None:
             call.writer.begin_backward()  # backward may have reached this layer without passing the block's outputs
         input, *weight = ctx.saved_tensors
-        backward = column_backward if call.column else row_backward
-        found = backward(
+        arguments = (
             grads[0],
             input,
             weight[0] if weight else ctx.weight,
@@ -220,6 +227,7 @@ class _ParallelLinear(torch.autograd.Function):
             ctx.needs_input_grad[:3],
             call.writer,
         )
+        found = column_backward(*arguments, call.compares_rows) if call.column else row_backward(*arguments)
         return *found, None
 
 

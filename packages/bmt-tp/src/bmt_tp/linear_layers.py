@@ -9,6 +9,7 @@ import torch
 from bmt_core import DistributedModule, DistributedParameter, Locality, ParameterInitializer
 from bmt_core.errors import ConfigError
 from bmt_core.modules.layer_gradients import LayerGradients
+from bmt_core.run.same_data import Occasions
 from bmt_tp.feature_exchange import gather_features
 from bmt_tp.linear_function import ReduceType, parallel_linear
 from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks, tensor_size
@@ -46,6 +47,7 @@ class ColumnParallelLinear(DistributedModule):
         sections: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self._occasions = Occasions()
         self.in_features = in_features
         self.out_features = out_features
         self.gather_output = gather_output
@@ -84,6 +86,7 @@ class ColumnParallelLinear(DistributedModule):
             gather_input=self.gather_input,
             chunks=self.async_gather_chunks,
             gradients=self.layer_gradients,
+            occasions=self._occasions,
             sequence_dim=tensor_ranks().sequence_dim,
         )
         if self.gather_output and tensor_size() > 1:
@@ -124,6 +127,7 @@ class RowParallelLinear(DistributedModule):
         async_chunks: int | None = 2,
     ) -> None:
         super().__init__()
+        self._occasions = Occasions()
         self.in_features = in_features
         self.out_features = out_features
         self.split_input = split_input
@@ -153,6 +157,7 @@ class RowParallelLinear(DistributedModule):
             reduce_output_type=ReduceType.ALL_REDUCE if self.all_reduce_output else ReduceType.REDUCE_SCATTER,
             chunks=self.async_chunks,
             gradients=self.layer_gradients,
+            occasions=self._occasions,
             sequence_dim=tensor_ranks().sequence_dim,
         )
 

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from bmt_core.modules.layer_gradients import GradientWriter
 from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_product
-from bmt_tp.row_comparison import check_own_rows, check_same_rows
+from bmt_tp.row_comparison import check_own_rows, check_same_rows, is_time_to_compare
 from bmt_tp.tensor_group import tensor_ranks
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -45,11 +45,15 @@ def column_backward(
     chunks: int | None,
     wanted: tuple[bool, bool, bool],
     writer: GradientWriter | None = None,
+    compares_rows: bool | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`column_forward`. The weight gradient is computed while ranks sum the input gradient."""
+    """Return the gradients of :func:`column_forward`. The weight gradient is computed while ranks sum the input gradient.
+
+    ``compares_rows`` is None in compiled code, where no layer counts its calls.
+    """
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
-    if for_weight:
+    if for_weight and (is_time_to_compare(None) if compares_rows is None else compares_rows):
         (check_own_rows if gather_input else check_same_rows)(rows, "a column-parallel layer")
     gathered = GatheredRows(rows) if gather_input and for_weight else None
     wait: Callable[[], torch.Tensor] | None = None

@@ -4,7 +4,8 @@ the same rows.
 A layer that gathers rows multiplies the rows of all ranks. If each rank passes the whole batch,
 every product is computed on as many copies of the batch as there are ranks: outputs are right, and
 gradients too large by that factor. A layer that does not gather computes other features of the same
-rows on each rank. Both are compared as occasions come, in training only.
+rows on each rank. Both are compared as occasions come, in training only. Each layer counts its own
+occasions: one count for all of them would meet the same few layers in every step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from bmt_core.errors import ConfigError
-from bmt_core.run.same_data import agree, fingerprints_of_ranks
+from bmt_core.run.same_data import Occasions, agree, fingerprints_of_ranks
 from bmt_tp.tensor_group import tensor_ranks
 
 _SAME = 1e-12  # relative to the norm: equal rows give equal fingerprints
@@ -20,15 +21,23 @@ _ALIKE = 1e-3  # rows of one rank that vary by less are alike
 _DIFFERENT = 1e-2  # more than rows of one batch differ that each rank has computed by itself
 
 
+def is_time_to_compare(own: Occasions | None) -> bool:
+    """Count one more call of a layer, whose own count is ``own``, and return whether to compare its
+    rows.
+
+    Functions and compiled code have no layer, and None is the count of all of these.
+    """
+    ranks = tensor_ranks()
+    return ranks.size > 1 and (own or ranks.row_occasions).has_come()
+
+
 def check_own_rows(rows: torch.Tensor, layer: str) -> None:
     """Raise :class:`ConfigError` on all ranks along ``tp`` if all pass the same ``rows`` to a layer
     that gathers them.
 
-    Rows that are all alike say nothing. Collective if an occasion has come.
+    Rows that are all alike say nothing. Collective.
     """
     ranks = tensor_ranks()
-    if ranks.size == 1 or not ranks.row_occasions.has_come():
-        return
     found = fingerprints_of_ranks([rows, rows - rows[:1]], ranks.group, "to compare rows of a parallel layer")
     length, variation = found[0, :, 0]
     if not agree(found, _SAME).all() or variation <= _ALIKE * length:
@@ -45,13 +54,9 @@ def check_own_rows(rows: torch.Tensor, layer: str) -> None:
 
 def check_same_rows(rows: torch.Tensor, layer: str) -> None:
     """Raise :class:`ConfigError` on all ranks along ``tp`` if they pass different ``rows`` to a
-    layer that does not gather them.
-
-    Collective if an occasion has come.
+    layer that does not gather them. Collective.
     """
     ranks = tensor_ranks()
-    if ranks.size == 1 or not ranks.row_occasions.has_come():
-        return
     found = fingerprints_of_ranks([rows], ranks.group, "to compare rows of a parallel layer")
     if not torch.isfinite(found).all() or agree(found, _DIFFERENT):
         return

@@ -31,7 +31,7 @@ class TensorRanks(NamedTuple):
 
 
 _COMPARED_ROWS = 100_000
-"""Rows of layers are compared in their first calls and at every so many calls, which are those of all layers."""
+"""Calls of functions and of compiled code are counted together. Rows are compared in the first ones, and at every so many."""
 
 
 def tensor_ranks() -> TensorRanks:
