@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -104,3 +105,42 @@ def test_what_is_no_sum_or_no_count_is_refused_on_all_ranks() -> None:
         assert (
             "rank 0 has train_step with 1f1b, num_micro_batches=4, count_fn, and rank 1 train_step with 1f1b" in setting
         )
+
+
+def one_pipeline_that_fails(where: str) -> tuple[str, str, float]:
+    """Let ``loss_fn`` or ``count_fn`` fail in the first of two pipelines; return the error, and after how many seconds it came."""
+    ids, targets = masked_text()
+    model = Piped(4, 3, True)
+    fails = current().topology.axis_rank("dp") == 0
+
+    def loss_fn(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if fails and where == "loss_fn":
+            raise ZeroDivisionError("mine")
+        return sum_of_tokens(logits, x)
+
+    def count_fn(x: torch.Tensor) -> torch.Tensor | None:
+        if fails and where == "count_fn":
+            raise ZeroDivisionError("mine")
+        return None if where == "nothing" and fails else count_of_tokens(x)
+
+    begin = time.monotonic()
+    try:
+        train_step(model, loss_fn, (ids, targets), "1f1b", 2, count_fn=count_fn)  # type: ignore[arg-type]
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "text"),
+    [
+        ("loss_fn", "ZeroDivisionError", "mine"),
+        ("count_fn", "ZeroDivisionError", "mine"),
+        ("nothing", "ValueError", "count_fn must return a number or a 0-dim tensor, not a NoneType."),
+    ],
+)
+def test_a_failure_in_one_of_several_pipelines_is_known_to_all_at_once(where: str, kind: str, text: str) -> None:
+    found = run_ranks(one_pipeline_that_fails, 4, where, init={"pipe_size": 2, "timeout": 50}, timeout=100)
+    kinds = [error for error, _, _ in found]
+    assert kinds.count(kind) == 1 and kinds.count("RemoteError") == 3
+    assert all(text in message and seconds < 25 for _, message, seconds in found)

@@ -26,6 +26,7 @@ from bmt_pipeline.schedules import Kind, Schedule, make_schedule
 from bmt_pipeline.schedules.gpipe import gpipe
 from bmt_pipeline.stage_runner import Layouts, StageRunner
 from bmt_pipeline.step_batch import BatchDims, StepBatch
+from bmt_pipeline.wait_errors import waiting_for_all
 from bmt_pipeline.whole_batch import Arguments
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -194,8 +195,7 @@ class _Step:
         self.counts = count_fn is not None
         self._loss_fn = loss_fn
         self._count_fn = count_fn
-        self._count: torch.Tensor | None = None  # of all pipelines
-        self._loss: torch.Tensor | None = None  # the mean, on the last stage
+        self._count: torch.Tensor | Exception = torch.zeros(())  # of all pipelines, or the error of count_fn
         self._manager = manager
         self._trains = torch.is_grad_enabled()
 
@@ -215,6 +215,8 @@ class _Step:
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
             for chunk, blocks in enumerate(layers.layers_of_chunks())
         ]
+        if self._count_fn is not None and layers.stage_id == self.last_stage:
+            self._count_of_all(self._count_fn)
         runner = StageRunner(schedule, layers.stage_id, parts, self, layers.transfers(schedule), layouts)
         order = schedule.orders[layers.stage_id]
         runner.run([action for action in order if self._trains or action.kind is Kind.FORWARD])
@@ -252,13 +254,11 @@ class _Step:
             share: float | torch.Tensor = self.schedule.stages / self.schedule.micro_batches
         else:
             loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-            if self._count is None:
-                self._count = self._counted(self._count_fn)
+            if isinstance(self._count, Exception):
+                raise self._count
             # The part of the mean over all tokens, times the number of data ranks, as if each of them computed that mean.
             share = (current().topology.data_size / self._count).to(loss.dtype)
         self.losses[micro_batch] = loss.detach()
-        if len(self.losses) == self.schedule.micro_batches:
-            self._loss = self._mean_loss()
         return (loss if self._manager is None else self._manager.scale_loss(loss)) * share
 
     def inputs(self, micro_batch: int) -> Any:
@@ -274,29 +274,41 @@ class _Step:
     def take_input_gradients(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         pass
 
-    def _counted(self, count_fn: Count) -> torch.Tensor:
-        """Return ``count_fn`` of the targets of all pipelines. Collective over the last stages, as the gathers of their Blocks."""
-        count = torch.as_tensor(count_fn(self.batch.all_targets), dtype=torch.float64, device=current().device)
-        if count.dim():
-            raise ValueError(f"count_fn must return a number or a 0-dim tensor, not {shapes_in(count)}.")
-        count = count.clone()
-        group_of_pipelines().all_reduce(count).wait()
-        return count
+    def _count_of_all(self, count_fn: Count) -> None:
+        """Set ``_count``: ``count_fn`` of the targets of all pipelines. Collective over the last stages.
 
-    def _mean_loss(self) -> torch.Tensor:
-        """Return the mean of :attr:`losses`: of this pipeline, or with counts of all. Collective then, as :meth:`_counted`."""
-        losses = torch.stack([self.losses[number].float() for number in sorted(self.losses)])
-        if self._count is None:
-            return losses.mean()
-        total = losses.sum()
-        group_of_pipelines().all_reduce(total).wait()
-        return (total / self._count).to(total.dtype)
+        An error of ``count_fn`` is raised by the first loss, as errors of ``loss_fn`` are. Until other pipelines learn of it, they
+        compute with NaN.
+        """
+        error: Exception | None = None
+        count = torch.full((), float("nan"), dtype=torch.float64, device=current().device)
+        try:
+            found = count_fn(self.batch.all_targets)
+            if not isinstance(found, int | float | torch.Tensor) or (isinstance(found, torch.Tensor) and found.dim()):
+                what = shapes_in(found) if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
+                raise ValueError(f"count_fn must return a number or a 0-dim tensor, not {what}.")
+            count.fill_(found)
+        except Exception as raised:
+            error = raised
+        with waiting_for_all("to count the targets of all pipelines"):
+            group_of_pipelines().all_reduce(count).wait()
+        self._count = count if error is None else error
 
     def _loss_of_last_stage(self) -> torch.Tensor:
-        group = pipeline_group()
-        loss = torch.zeros((), device=current().device) if self._loss is None else self._loss
-        group.broadcast(loss, self.last_stage).wait()
+        """Return the mean of :attr:`losses`: of this pipeline, or with counts of all. Collective, if no stage has failed."""
+        loss = torch.zeros((), device=current().device)
+        if self.losses:
+            losses = torch.stack([self.losses[number].float() for number in sorted(self.losses)])
+            loss = losses.mean() if self._count_fn is None else self._sum_of_all(losses)
+        pipeline_group().broadcast(loss, self.last_stage).wait()
         return loss
+
+    def _sum_of_all(self, losses: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._count, torch.Tensor)
+        total = losses.sum()
+        with waiting_for_all("to add the losses of all pipelines"):
+            group_of_pipelines().all_reduce(total).wait()
+        return (total / self._count).to(total.dtype)
 
 
 class _GradientSum:
