@@ -12,6 +12,9 @@ from bmt_core.settings import RunSettings
     ("settings", "message"),
     [
         ({"tp_size": 0}, "tp_size must be at least 1, not 0"),
+        ({"tp_size": "2"}, "tp_size must be a whole number, at least 1, not '2'"),
+        ({"axis_sizes": [2]}, "axis_sizes must be a dict of sizes by axis"),
+        ({"timeout": "9"}, "timeout must be a positive number of seconds, not '9'"),
         ({"pipe_size": -2}, "pipe_size must be at least 1, not -2"),
         ({"zero_level": 4}, r"zero_level must be one of \(0, 1, 2, 3\), not 4"),
         ({"zero_level": True}, "not True"),

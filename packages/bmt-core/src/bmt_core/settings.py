@@ -46,14 +46,17 @@ class RunSettings:
     check_calls: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pipe_size", "tp_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        for name, size in self.axis_sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"axis_sizes[{name!r}] must be a whole number, at least 1, not {size!r}.")
-        if self.num_micro_batches is not None and self.num_micro_batches < 1:
-            raise ConfigError(f"num_micro_batches must be at least 1, not {self.num_micro_batches}.")
+        if not isinstance(self.axis_sizes, Mapping):
+            raise ConfigError(f"axis_sizes must be a dict of sizes by axis, such as {{'ep': 2}}, not {self.axis_sizes!r}.")
+        counts = {"pipe_size": self.pipe_size, "tp_size": self.tp_size}
+        counts.update((f"axis_sizes[{name!r}]", size) for name, size in self.axis_sizes.items())
+        if self.num_micro_batches is not None:
+            counts["num_micro_batches"] = self.num_micro_batches
+        for name, count in counts.items():
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise ConfigError(f"{name} must be a whole number, at least 1, not {count!r}.")
+            if count < 1:
+                raise ConfigError(f"{name} must be at least 1, not {count}.")
         if self.sequence_dim not in (None, 0, 1):
             raise ConfigError(
                 f"sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not {self.sequence_dim!r}."
@@ -88,8 +91,8 @@ def common_settings(settings: RunSettings) -> dict[str, str]:
 
 def check_timeout(timeout: float) -> None:
     """Raise :class:`ConfigError` unless ``timeout`` is a positive number of seconds."""
-    if timeout <= 0:
-        raise ConfigError(f"timeout must be a positive number of seconds, not {timeout}.")
+    if not isinstance(timeout, int | float) or timeout <= 0:
+        raise ConfigError(f"timeout must be a positive number of seconds, not {timeout!r}.")
 
 
 def check_zero_level(level: int) -> int:

@@ -194,7 +194,7 @@ def init_distributed(
             pipe_size=1 if pipe_size in (-1, None) else pipe_size,
             num_micro_batches=num_micro_batches,
             tp_size=tp_size,
-            axis_sizes=dict(axis_sizes or {}),
+            axis_sizes={} if axis_sizes is None else axis_sizes,
             zero_level=DEFAULT_ZERO_LEVEL if zero_level is None else zero_level,
             comm_backend=comm_backend or os.environ.get("BMT_COMM_BACKEND") or DEFAULT_COMM_BACKEND,
             device=device,
