@@ -16,6 +16,7 @@ class AdamW(AdamOptimizer):
     mean what they mean there. States of :class:`AdamOptimizer` and of torch's Adam and AdamW load; decay stays decoupled.
     Source: Loshchilov and Hutter 2019, Algorithm 2.
 
+    >>> import torch
     >>> parameter = torch.nn.Parameter(torch.ones(1))
     >>> parameter.grad = torch.zeros(1)
     >>> AdamW([parameter], lr=0.1, weight_decay=0.5).step()
