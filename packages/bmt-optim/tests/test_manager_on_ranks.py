@@ -207,7 +207,7 @@ def test_half_gradients_of_plain_parameters_are_summed_in_float32(run_ranks: Any
 
 def _half_sum(dtype: torch.dtype) -> torch.Tensor:
     p = parameter(dtype=dtype)
-    manager = managed(p)
+    manager = managed(p, grad_scale=1)
     p.grad = torch.full((3,), 1.0 if runtime.rank() else 256.0, dtype=dtype)
     manager.clip_grad_norm([p], 1e9)
     return p.grad
@@ -250,7 +250,7 @@ def test_gradients_are_local_again_after_they_were_cleared_in_any_way(run_ranks:
 
 def _clear_in_any_way() -> list[float]:
     p = parameter(0.0)
-    manager = managed(p, "momentum")
+    manager = managed(p, "momentum", grad_scale=1)
     found = []
 
     def backward() -> None:
@@ -339,3 +339,87 @@ def _norm(grads: list[torch.Tensor], norm_type: float | str) -> tuple[float, lis
     norm = manager.clip_grad_norm([*shards, plain], 0.5, norm_type=norm_type).item()
     assert plain.grad is not None
     return norm, [*(s.gather_like(s.grad) for s in shards if s.grad is not None), plain.grad]
+
+
+# Losses that did not go through scale_loss
+
+
+def plain_backward(clips: bool) -> tuple[list[torch.Tensor], list[float]]:
+    """Another manager of the same run scales losses of its own in between."""
+    others = parameter()
+    other = managed(others, "bmt")
+    model = Model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    rows, norms = 4 // runtime.world_size(), []
+    for micro_batches in batches(torch.float64):
+        other.backward(others.sum())
+        other.step()
+        manager.zero_grad()
+        for micro_batch in micro_batches:
+            own = micro_batch[runtime.rank() * rows :][:rows]
+            (model.loss(own, uses_rare=True) / 2).backward()
+        if clips:
+            norms.append(manager.clip_grad_norm(optimizer.param_groups, 0.05).item())
+        manager.step()
+    return [p.detach() for p in model.parameters()], norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_ordinary_parameters_get_the_mean_of_plain_backwards(
+    run_ranks: Any, world_size: int, gradients: str, clips: bool
+) -> None:
+    model, norms = Model(torch.float64), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for micro_batches in batches(torch.float64):
+        optimizer.zero_grad()
+        for micro_batch in micro_batches:
+            (model.loss(micro_batch, uses_rare=True) / 2).backward()
+        if clips:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+    results = run_ranks(plain_backward, world_size, clips, init={"gradients": gradients})
+    for found, found_norms in results:
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        for p, expected in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(p, expected.detach(), rtol=1e-6, atol=1e-7)
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
+
+
+def two_managers() -> list[float]:
+    """One loss, scaled by the first of two managers that share its parameters' gradients."""
+    first, second = parameter(), parameter()
+    one, two = managed(first, "bmt"), managed(second, "bmt")
+    for _ in range(2):
+        one.zero_grad()
+        two.zero_grad()
+        one.backward((first * second).sum() * (1.0 + runtime.rank()))
+        for manager in (one, two):
+            manager.clip_grad_norm(manager.optimizers[0].param_groups, 1e9)
+        grads = [first.grad, second.grad]
+        one.step()
+        two.step()
+    return [float(grad.sum()) for grad in grads if grad is not None]
+
+
+def test_a_loss_that_another_manager_has_scaled_is_not_divided_twice(run_ranks: Any) -> None:
+    expected = run_ranks(two_managers, 1)[0]
+    assert run_ranks(two_managers, 2)[0] == pytest.approx([1.5 * number for number in expected], rel=0.05)
+
+
+def mixed_ranks() -> float:
+    """Only the last rank scales a loss, as the last stage of a pipeline does; the other has gradients of its own backward."""
+    p = parameter()
+    manager = managed(p, "bmt")
+    loss = p.sum() * 2.0
+    (manager.scale_loss(loss) if runtime.rank() == 1 else loss / 2).backward()
+    manager.clip_grad_norm([p], 1e9)
+    assert p.grad is not None
+    return float(p.grad.max())
+
+
+def test_ranks_agree_on_the_divisor_though_one_alone_has_scaled_its_loss(run_ranks: Any) -> None:
+    assert run_ranks(mixed_ranks, 2) == [2.0, 2.0]

@@ -75,7 +75,9 @@ class OptimManager:
     all data, times the loss scale. Over k micro-batches, pass ``loss / k``. ``loss.backward()`` and ``optimizer.step()`` without a
     manager work too, with sums. After ``init_distributed(gradients="mean")`` gradients are already means, and ``grad_scale`` is 1.
     Gradients of *ordinary* parameters are local until ``clip_grad_norm`` or ``step`` sums them over all ranks, once; pass
-    ``sum_plain_gradients=False`` if your program sums them. A later ``backward`` adds to them as in plain torch.
+    ``sum_plain_gradients=False`` if your program sums them. A later ``backward`` adds to them as in plain torch. If all parameters
+    are ordinary, and no manager has scaled a loss since the last step or ``zero_grad()`` (plain ``loss.backward()``), the sums are
+    divided by ``grad_scale``, so that gradients are means here too.
 
     ``loss_scale`` None: no scaling. Otherwise a step in which any gradient of any rank is infinite or NaN is skipped: the scale is
     divided by ``loss_scale_factor`` but not below ``min_loss_scale``, gradients are cleared, no optimizer and no scheduler steps.
@@ -115,6 +117,7 @@ class OptimManager:
         self._grad_scale = grad_scale
         self._managed: list[ManagedOptimizer] = []
         self._plain = PlainGradients()
+        self._scaled_losses = _scaled_losses()  # of the run, before the gradients of this step
         self._loss_occasions = Occasions()
         # The flag of the last step, if nobody has read it, and the schedulers' steps before it.
         self._outcome: tuple[HostFlag, list[tuple[WarmupLRScheduler, int]]] | None = None
@@ -181,13 +184,13 @@ class OptimManager:
         """Clear the gradients of all optimizers: they become None, as in torch. BMTrain filled them with zeros."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self._plain.forget()
+        self._forget_gradients()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss * loss_scale / grad_scale``, to call ``backward()`` on."""
-        self._plain.share_out(world(), gradient_divisor())
+        self._plain.share_out(world())
         if is_initialized():
-            current().has_scaled_loss = True
+            current().scaled_losses += 1
             self._compare_losses(loss)
         return loss * (self.loss_scale / self.grad_scale)
 
@@ -229,7 +232,7 @@ class OptimManager:
         grads = [p.grad for p in parameters if p.grad is not None]
         device = device_of(parameters)
         flag = self._non_finite(grads, device)
-        self._plain.forget()
+        self._forget_gradients()
         if flag is not None and self._can_skip_on_device(flag):
             schedulers = [s for s in self.lr_schedulers if s is not None]
             self._outcome = HostFlag(flag), [(s, s.num_iter) for s in schedulers]
@@ -300,7 +303,7 @@ class OptimManager:
                 scheduler.load_state_dict(saved)
         self._scale = scale
         self.skipped_steps = state_dict.get("skipped_steps", 0)
-        self._plain.forget()
+        self._forget_gradients()
 
     def logical_state(self, named_parameters: Named | None = None) -> dict[str, Any]:
         """Return the state for a checkpoint: ``state_dict(gather_opt=True)`` with parts in place of whole tensors. Collective.
@@ -365,7 +368,14 @@ class OptimManager:
     def _complete_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         reduce_held_back(parameters)
         if self.sum_plain_gradients:
-            self._plain.sum(parameters, world(), gradient_divisor())
+            divisor = gradient_divisor()
+            has_scaled = _scaled_losses() != self._scaled_losses
+            self._plain.sum(parameters, world(), divisor, divisor * self.grad_scale, has_scaled=has_scaled)
+
+    def _forget_gradients(self) -> None:
+        """Treat the gradients that there are as those of the next step."""
+        self._plain.forget()
+        self._scaled_losses = _scaled_losses()
 
     def _scaling_gradients(self, parameters: Sequence[torch.nn.Parameter], factor: torch.Tensor | None) -> ExitStack:
         """Enter :meth:`ManagedOptimizer.scaling_gradients` of all optimizers."""
@@ -480,6 +490,10 @@ def _check_scheduler(scheduler: Any) -> None:
             " does not have. Add the optimizer without this scheduler, and call"
             f" scheduler.step({', '.join(needed)}) yourself after manager.step()."
         )
+
+
+def _scaled_losses() -> int:
+    return current().scaled_losses if is_initialized() else 0
 
 
 def _is_on_host(flag: torch.Tensor) -> bool:

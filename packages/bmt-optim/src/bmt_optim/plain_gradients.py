@@ -16,15 +16,15 @@ from bmt_core.user_warnings import warn_user
 # Elements per all-reduce: bounds the flat copy to 64 MiB in float32.
 MAX_ELEMENTS = 1 << 24
 
-_LOCAL, _SUMMED, _SPARSE = range(3)
+_LOCAL, _SUMMED, _SPARSE, _AS_SHARDED = range(4)
 
 
 class PlainGradients:
     """Sums local gradients of parameters that are not :class:`DistributedParameter`, and remembers which gradients are summed.
 
     An ordinary parameter gets the gradient that a distributed one would get: the sum over all ranks, formed in float32 for half
-    types, divided by the run's ``divisor``. If only some ranks have a gradient, the others contribute zero, so that afterwards
-    either all ranks have it or none.
+    types, divided by the run's divisor. If only some ranks have a gradient, the others contribute zero, so that afterwards
+    either all ranks have it or none. Where no loss was scaled and no parameter is distributed, another divisor makes it the mean.
 
     Gradients that the program itself has reduced are equal on all ranks. If all gradients of the first sum are, rank 0 warns.
     Values are compared when a parameter is first met: equal gradients keep parameters alike only if they begin alike.
@@ -36,26 +36,41 @@ class PlainGradients:
         self._known: dict[torch.nn.Parameter, None] = {}
         # The gradient objects, because a gradient that was assigned later is local again.
         self._summed: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._divisor = 1.0  # of the last sum
 
     def forget(self) -> None:
         """Treat all gradients as local again: a step has ended, or a new one begins."""
         self._summed.clear()
 
     @torch.no_grad()
-    def share_out(self, group: Group, divisor: int = 1) -> None:
+    def share_out(self, group: Group) -> None:
         """Divide summed gradients into equal shares per rank, before a backward pass adds local gradients to them."""
         grads = [grad for p, grad in self._summed.items() if p.grad is grad]
-        if grads and divisor != group.size:
-            torch._foreach_div_(grads, group.size / divisor)
+        if grads and self._divisor != group.size:
+            torch._foreach_div_(grads, group.size / self._divisor)
         self.forget()
 
     @torch.no_grad()
-    def sum(self, parameters: Sequence[torch.nn.Parameter], group: Group, divisor: int = 1) -> None:
-        """Sum those gradients of ``parameters`` over ``group`` that are not summed. Collective if any parameter is ordinary."""
+    def sum(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        group: Group,
+        divisor: float,
+        unscaled_divisor: float,
+        *,
+        has_scaled: bool,
+    ) -> None:
+        """Sum those gradients of ``parameters`` over ``group`` that are not summed. Collective if any parameter is ordinary.
+
+        ``has_scaled``: whether this rank has scaled a loss. If no rank has, and none of ``parameters`` is distributed on any rank,
+        the sum is divided by ``unscaled_divisor``.
+        """
         plain = [p for p in parameters if not isinstance(p, DistributedParameter)]
         if group.size == 1 or not plain:
             return
-        is_local = self._local_on_any_rank(plain, group)
+        is_local, is_as_sharded = self._local_on_any_rank(plain, group, has_scaled or len(plain) < len(parameters))
+        if not is_as_sharded:
+            divisor = unscaled_divisor
         self._compare_first_values(plain, group)
         unsummed = [p for p, summand in zip(plain, is_local, strict=True) if summand]
         if unsummed:
@@ -66,6 +81,7 @@ class PlainGradients:
         if unsummed and not self._are_compared and divisor != group.size:
             self._are_compared = True
             _warn_if_alike(unsummed, group)
+        self._divisor = divisor if unsummed else self._divisor
         for bucket in _buckets(unsummed):
             _sum_bucket(bucket, group, divisor)
         for p in unsummed:
@@ -89,9 +105,13 @@ class PlainGradients:
             )
             self._known |= dict.fromkeys(plain)
 
-    def _local_on_any_rank(self, plain: Sequence[torch.nn.Parameter], group: Group) -> list[int]:
+    def _local_on_any_rank(
+        self, plain: Sequence[torch.nn.Parameter], group: Group, is_as_sharded: bool
+    ) -> tuple[list[int], bool]:
+        """Return which gradients some rank has that are not summed, and whether ``is_as_sharded`` on any rank."""
         # The table is on the host, so that no device has to wait.
-        table = torch.zeros(3, len(plain), dtype=torch.uint8)
+        table = torch.zeros(4, len(plain), dtype=torch.uint8)
+        table[_AS_SHARDED] = is_as_sharded
         for column, p in enumerate(plain):
             if p.grad is not None:
                 table[_SPARSE, column] = p.grad.is_sparse
@@ -110,8 +130,7 @@ class PlainGradients:
                 f"The gradient of parameter {position}, of shape {tuple(plain[position].shape)}, was replaced between"
                 " clip_grad_norm() and step() on some ranks and not on others. Do it on every rank."
             )
-        found: list[int] = table[_LOCAL].tolist()
-        return found
+        return table[_LOCAL].tolist(), bool(table[_AS_SHARDED].any())
 
 
 def _warn_if_alike(parameters: Sequence[torch.nn.Parameter], group: Group) -> None:
@@ -142,7 +161,7 @@ def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn
         yield bucket
 
 
-def _sum_bucket(parameters: Sequence[torch.nn.Parameter], group: Group, divisor: int) -> None:
+def _sum_bucket(parameters: Sequence[torch.nn.Parameter], group: Group, divisor: float) -> None:
     grads = []
     for p in parameters:
         if p.grad is None:

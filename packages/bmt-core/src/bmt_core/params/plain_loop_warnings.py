@@ -34,7 +34,7 @@ class _PlainLoopCheck:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_over:
             return
-        if self._runtime.has_scaled_loss:
+        if self._runtime.scaled_losses:
             self._is_over = True
             return
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

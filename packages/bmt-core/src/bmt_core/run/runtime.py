@@ -87,8 +87,8 @@ class Runtime:
         """The distributed parameters that live, by ``id``."""
         self.same_loss_axes: set[str] = set()
         """Axes along which all ranks must compute the same loss. Set by packages that split models so."""
-        self.has_scaled_loss = False
-        """Whether an ``OptimManager`` has scaled a loss in this run. Set by the manager."""
+        self.scaled_losses = 0
+        """How many losses ``OptimManager`` objects have scaled in this run. Counted by them."""
         self.make_block: MakeBlock | None = None
         """See :class:`bmt_core.plugins.protocols.Run`."""
         self.at_shutdown: list[Callable[[], None]] = []
