@@ -69,6 +69,50 @@ def test_loss_scale_may_be_assigned() -> None:
     assert manager.loss_scale_enabled and manager.loss_scale == 8
 
 
+def scales(manager: OptimManager, p: torch.nn.Parameter, *, bad: bool, steps: int = 1) -> float:
+    for _ in range(steps):
+        p.grad = torch.full((3,), math.nan if bad else 1.0)
+        manager.step()
+    return manager.loss_scale
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_settings_of_the_scale_may_be_read_and_assigned_under_bmtrains_names() -> None:
+    p = parameter()
+    manager = managed(p, loss_scale=1024)
+    assert (manager.loss_scale_factor, manager.loss_scale_steps) == (2, 1024)
+    assert (manager.min_loss_scale, manager.max_loss_scale) == (1, math.inf)
+    manager.loss_scale_factor, manager.loss_scale_steps = 4, 3
+    assert scales(manager, p, bad=False, steps=2) == 1024 and scales(manager, p, bad=False) == 4096
+    manager.max_loss_scale = 5000
+    assert scales(manager, p, bad=False, steps=3) == 5000
+    manager.min_loss_scale = 2000
+    assert scales(manager, p, bad=True, steps=2) == 2000
+    state = manager.state_dict()
+    assert [state[key] for key in ("loss_scale_factor", "loss_scale_steps", "min_loss_scale", "max_loss_scale")] == [
+        *(4, 3, 2000, 5000)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("loss_scale_factor", 1, "loss_scale_factor must be greater than 1, it is 1"),
+        ("loss_scale_steps", 0, "loss_scale_steps must be at least 1, it is 0"),
+        ("min_loss_scale", 5000, "they are 5000 and 4096"),
+        ("max_loss_scale", 0.5, "they are 1 and 0.5"),
+    ],
+)
+def test_settings_of_the_scale_that_no_scale_can_have_are_refused_and_change_nothing(
+    name: str, value: float, message: str
+) -> None:
+    manager = OptimManager(loss_scale=8, max_loss_scale=4096)
+    before = manager.state_dict()
+    with pytest.raises(ValueError, match=message):
+        setattr(manager, name, value)
+    assert manager.state_dict() == before
+
+
 class OfBmtrain(torch.optim.SGD):
     """Keeps what is multiplied by the loss scale, and hears of its changes."""
 

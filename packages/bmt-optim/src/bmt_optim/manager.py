@@ -135,13 +135,48 @@ class OptimManager:
     def loss_scale(self, value: float | None) -> None:
         # Without loss scaling the property is 1; assigning that value must not turn scaling on.
         if value != 1 or self.loss_scale_enabled:
-            self.read_outcome()
-            self._scale = replace(self._scale, value=value)
+            self._set_scale(value=value)
 
     @property
     def loss_scale_enabled(self) -> bool:
         """Whether there is loss scaling."""
         return self._scale.value is not None
+
+    @property
+    def loss_scale_factor(self) -> float:
+        """The factor by which the scale changes. This and the next three may be assigned between steps, on every rank."""
+        return self._scale.factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float) -> None:
+        self._set_scale(factor=value)
+
+    @property
+    def loss_scale_steps(self) -> int:
+        """Number of clean steps after which the scale increases."""
+        return self._scale.steps
+
+    @loss_scale_steps.setter
+    def loss_scale_steps(self, value: int) -> None:
+        self._set_scale(steps=value)
+
+    @property
+    def min_loss_scale(self) -> float:
+        """The scale below which an overflow does not decrease it."""
+        return self._scale.minimum
+
+    @min_loss_scale.setter
+    def min_loss_scale(self, value: float) -> None:
+        self._set_scale(minimum=value)
+
+    @property
+    def max_loss_scale(self) -> float:
+        """The scale above which clean steps do not increase it."""
+        return self._scale.maximum
+
+    @max_loss_scale.setter
+    def max_loss_scale(self, value: float) -> None:
+        self._set_scale(maximum=value)
 
     @property
     def steps_since_last_scale(self) -> int:
@@ -371,6 +406,10 @@ class OptimManager:
             divisor = gradient_divisor()
             has_scaled = _scaled_losses() != self._scaled_losses
             self._plain.sum(parameters, world(), divisor, divisor * self.grad_scale, has_scaled=has_scaled)
+
+    def _set_scale(self, **settings: Any) -> None:
+        self.read_outcome()  # the last step is judged by the settings that it was taken with
+        self._scale = replace(self._scale, **settings)
 
     def _forget_gradients(self) -> None:
         """Treat the gradients that there are as those of the next step."""
