@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+import torch
 
 import bmt_core
+import bmt_core.checkpoint.background
 import bmtrain
 from bmt_core import Topology
 from bmt_core.testing import run_ranks
@@ -36,9 +40,50 @@ def numbers() -> dict[str, Any]:
 def test_config_has_the_numbers_of_the_run() -> None:
     for rank, found in enumerate(run_ranks(numbers, 2)):
         alike = {"initialized": True, "pipe_enabled": False, "pipe_size": 1, "tp_size": 1, "tp_rank": 0, "micros": 1}
+        alike |= {"num_micro_batches": 1, "zero_level": 3, "loss_scale_factor": 2, "loss_scale_steps": 1024}
+        alike |= {"gradient_inspect": False, "save_param_to_cpu": True, "finish_save": True}
         sizes = dict.fromkeys(("world_size", "local_size", "zero_size", "tp_zero_size"), 2)
         ranks = dict.fromkeys(("rank", "local_rank", "zero_rank", "tp_zero_rank"), rank)
         assert found == {**alike, **sizes, **ranks}
+
+
+def sizes_of_groups() -> tuple[int, ...]:
+    keys = ("pipe_enabled", "pipe_size", "tp_size", "zero_size", "tp_zero_size")
+    return tuple(config[key] for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"),
+    [
+        ({}, (False, 1, 1, 4, 4)),
+        ({"pipe_size": 1}, (True, 1, 1, 4, 4)),
+        ({"pipe_size": 2}, (True, 2, 1, 2, 2)),
+        ({"tp_size": 2}, (False, 1, 2, 4, 2)),
+        ({"pipe_size": 2, "tp_size": 2}, (True, 2, 2, 2, 1)),
+        ({"pipe_size": 4}, (True, 4, 1, 1, 1)),
+    ],
+)
+def test_sizes_are_bmtrains_under_every_grid(init: dict[str, int], expected: tuple[int, ...]) -> None:
+    for package in ("bmt_pipeline", "bmt_tp"):
+        pytest.importorskip(package)
+    assert run_ranks(sizes_of_groups, 4, init=init) == [expected] * 4
+
+
+def saved_meanwhile(directory: Path) -> list[bool]:
+    model, found = torch.nn.Linear(2, 2), [config["finish_save"]]
+    bmt_core.save(model, directory / "a.pt", non_blocking=True)
+    bmt_core.wait_for_saves()
+    found.append(config.finish_save)
+    may_go_on = Event()
+    bmt_core.checkpoint.background.start_save("a save that waits", may_go_on.wait)
+    found.append(config.finish_save)
+    may_go_on.set()
+    bmt_core.wait_for_saves()
+    return [*found, config.finish_save]
+
+
+def test_finish_save_says_whether_a_save_is_under_way(tmp_path: Path) -> None:
+    assert run_ranks(saved_meanwhile, 1, tmp_path) == [[True, True, False, True]]
 
 
 def assigned() -> None:
@@ -53,8 +98,23 @@ def assigned() -> None:
     assert config["zero_size"] == 4
     with pytest.raises(bmt_core.ConfigError, match="num_micro_batches must be at least 1"):
         config["micros"] = 0
-    with pytest.raises(KeyError, match="No config key is named 'zero_level'"):
-        config["zero_level"] = 3
+    config["num_micro_batches"] = 4
+    assert config.micros == config.num_micro_batches == 4
+    config["zero_level"] = 2
+    assert config.zero_level == bmt_core.current().settings.zero_level == 2
+    with pytest.raises(bmt_core.ConfigError, match="zero_level must be one of"):
+        config["zero_level"] = 7
+    for key, value, instead in (
+        ("loss_scale_factor", 4, r"OptimManager\(loss_scale_factor=...\)"),
+        ("loss_scale_steps", 8, r"OptimManager\(loss_scale_steps=...\)"),
+        ("gradient_inspect", True, r"bmt.inspect.inspect_model"),
+        ("save_param_to_cpu", False, "bmt.save gathers one tensor at a time"),
+        ("finish_save", False, r"bmt.wait_for_saves\(\)"),
+    ):
+        with pytest.warns(UserWarning, match=rf"config\['{key}'\] was assigned.*{instead}"):
+            config[key] = value
+    with pytest.raises(KeyError, match="No config key is named 'zero_levle'"):
+        config["zero_levle"] = 3
     with pytest.raises(AttributeError, match="No config key is named 'wrold_size'"):
         config.wrold_size = 2
     with pytest.raises(TypeError, match="cannot be deleted"):

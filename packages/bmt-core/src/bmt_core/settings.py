@@ -24,13 +24,14 @@ DEFAULT_GRADIENTS: GradientsOfRanks = "sum"
 class RunSettings:
     """The arguments of ``init_distributed``, checked.
 
-    ``pipe_size`` and ``tp_size`` are 1 by default; ``axis_sizes`` has the sizes of other axes, by name, for the plugins that
-    provide them; ``timeout`` is in seconds. Ranks compare their settings at start, and must
-    have the same, except those in :data:`SETTINGS_OF_A_RANK`.
+    ``pipe_size`` and ``tp_size`` are 1 by default; ``pipe_enabled`` says whether ``pipe_size`` was given, even as 1.
+    ``axis_sizes`` has the sizes of other axes, by name, for the plugins that provide them; ``timeout`` is in seconds. Ranks
+    compare their settings at start, and must have the same, except those in :data:`SETTINGS_OF_A_RANK`.
     """
 
     seed: int = 0
     pipe_size: int = 1
+    pipe_enabled: bool = False
     num_micro_batches: int | None = None
     tp_size: int = 1
     sequence_dim: int | None = None

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from bmt_core import Runtime, current, is_initialized, rank, world_size
+from bmt_core.checkpoint.background import is_saving
 from bmt_core.user_warnings import warn_user
 from bmtrain._streams import EVENTS, STREAMS, stream_or_event
 
@@ -18,9 +19,9 @@ __all__ = ["ConfigMap", "RunConfig", "config", "rank", "world_size"]
 class RunConfig(MutableMapping[str, Any]):
     """A view of the current run.
 
-    A known key may be assigned in a run; reading it then returns the assigned value until the run ends. Only an assigned ``micros``
-    has an effect: it is the number of micro-batches. bmt does not read the other keys, and assigning another value than the run's
-    warns.
+    A known key may be assigned in a run; reading it then returns the assigned value until the run ends. Two have an effect:
+    ``micros``, or ``num_micro_batches``, is the number of micro-batches, and ``zero_level`` that of the Blocks that are made later
+    without one. bmt does not read the other keys, and assigning another value than the run's warns.
 
     Groups that a run does not have, such as ``tp_comm`` with tp_size 1, are groups of one rank. Before ``init_distributed()``
     there are only the keys ``initialized`` (False), ``rank`` (0) and ``world_size`` (1).
@@ -36,13 +37,13 @@ class RunConfig(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         before, run = self[key], current()
-        if key == "micros":
-            run.settings = replace(run.settings, num_micro_batches=value)
+        if key in _SETTINGS:
+            run.settings = replace(run.settings, **{_SETTINGS[key]: value})
             return
         if value is not before and value != before and key not in (*STREAMS, *EVENTS):
             warn_user(
                 f"config[{key!r}] was assigned: reading it returns that value, but the run itself goes on with {before!r}."
-                " Pass it to init_distributed() instead."
+                f" {_INSTEAD.get(key, 'Pass it to init_distributed() instead.')}"
             )
         _assigned.setdefault(run, {})[key] = value
 
@@ -70,6 +71,15 @@ class RunConfig(MutableMapping[str, Any]):
         return len(_VALUES if is_initialized() else _BEFORE_INIT)
 
 
+# Key -> the setting of the run that an assignment changes.
+_SETTINGS = {"micros": "num_micro_batches", "num_micro_batches": "num_micro_batches", "zero_level": "zero_level"}
+_INSTEAD = {
+    "finish_save": "bmt.wait_for_saves() waits for a save under way.",
+    "gradient_inspect": "bmt.inspect.inspect_model(model, '*') describes gradients after backward.",
+    "loss_scale_factor": "Pass it to OptimManager(loss_scale_factor=...) instead.",
+    "loss_scale_steps": "Pass it to OptimManager(loss_scale_steps=...) instead.",
+    "save_param_to_cpu": "bmt.save gathers one tensor at a time, in host memory.",
+}
 _BEFORE_INIT = {"initialized": False, "rank": 0, "world_size": 1}
 _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "initialized": lambda run: True,
@@ -78,15 +88,24 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "world_size": lambda run: run.world_size,
     "local_size": lambda run: run.launch.local_world_size,
     "pipe_size": lambda run: run.topology.axis_size("pp"),
-    "pipe_enabled": lambda run: run.topology.axis_size("pp") > 1,
+    "pipe_enabled": lambda run: run.settings.pipe_enabled,
     "tp_size": lambda run: run.topology.axis_size("tp"),
-    "zero_size": lambda run: run.world_size,
-    "tp_zero_size": lambda run: run.world_size // run.topology.axis_size("tp"),
+    "zero_size": lambda run: run.world_size // run.topology.axis_size("pp"),
+    "tp_zero_size": lambda run: run.world_size // (run.topology.axis_size("pp") * run.topology.axis_size("tp")),
+    "zero_level": lambda run: run.settings.zero_level,
     "zero_rank": lambda run: run.topology.zero_id,
     "tp_rank": lambda run: run.topology.tp_id,
     "tp_zero_rank": lambda run: run.topology.tp_zero_id,
     "topology": lambda run: run.topology,
-    "micros": lambda run: run.settings.num_micro_batches or run.topology.axis_size("pp"),
+    **dict.fromkeys(
+        ("micros", "num_micro_batches"),
+        lambda run: run.settings.num_micro_batches or run.topology.axis_size("pp"),
+    ),
+    "loss_scale_factor": lambda run: 2,  # what OptimManager has by default, as BMTrain
+    "loss_scale_steps": lambda run: 1024,
+    "gradient_inspect": lambda run: False,
+    "save_param_to_cpu": lambda run: True,
+    "finish_save": lambda run: not is_saving(),
     "comm": lambda run: run.world,
     "zero_comm": lambda run: run.world,
     "tp_comm": lambda run: run.topology.group(("tp",)),

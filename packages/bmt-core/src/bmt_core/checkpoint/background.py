@@ -49,6 +49,11 @@ def start_save(what: str, write: Callable[[], None]) -> None:
     save.thread.start()
 
 
+def is_saving() -> bool:
+    """Whether this rank's thread is still writing."""
+    return _under_way is not None and _under_way.thread.is_alive()
+
+
 def capture_result(make: Callable[[], T]) -> Callable[[], T]:
     """Call ``make`` now, and return a function that returns its result or raises its error.
 

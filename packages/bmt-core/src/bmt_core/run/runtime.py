@@ -192,6 +192,7 @@ def init_distributed(
         settings = RunSettings(
             seed=seed,
             pipe_size=1 if pipe_size in (-1, None) else pipe_size,
+            pipe_enabled=pipe_size not in (-1, None),
             num_micro_batches=num_micro_batches,
             tp_size=tp_size,
             axis_sizes={} if axis_sizes is None else axis_sizes,
