@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,10 @@ def failure_of(case: Callable[[], None]) -> str:
     return ""
 
 
+def read_slowly(store: torch.distributed.Store) -> None:
+    store.wait(["warned"])
+
+
 def warned_of_a_late_rank() -> str:
     """Rank 1 comes when rank 0 has warned that it waits for it."""
     runtime.init_distributed(device="cpu", timeout=300)
@@ -117,7 +122,7 @@ def warned_of_a_late_rank() -> str:
     handler = Handler()
     call_watch.logger.addHandler(handler)
     if run.rank == 1:
-        store.wait(["warned"])
+        read_slowly(store)
     assert distributed.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
     call_watch.logger.removeHandler(handler)
     runtime.shutdown()
@@ -185,7 +190,12 @@ def test_every_rank_raises_and_says_who_is_where() -> None:
         assert "ValueError: no luck" in ended
     assert warnings[1] == ""
     assert "rank 0 has waited 0 s in call 1 of group dp/main/0 (ranks 0, 1): all_reduce sum" in warnings[0]
-    assert warnings[0].endswith("It waits for rank 1, which has entered no call yet.")
+    assert (
+        "It waits for rank 1, which has entered no call yet.\nRank 1 is now here (most recent call last):\n"
+        in warnings[0]
+    )
+    line = 'store.wait(["warned"])'
+    assert re.search(rf'File ".*test_call_check.py", line \d+, in read_slowly\n +{re.escape(line)}$', warnings[0])
     assert "CallError: The process of rank 1, which has entered no call yet, was killed or has crashed" in of_killed
 
 
@@ -245,7 +255,7 @@ def test_no_ring_where_an_order_of_the_calls_exists(ranks: list[tuple[bool, int,
 
 
 def test_a_state_survives_the_way_through_the_store() -> None:
-    state = RankState(beat=3, entered={"a": 1}, last=call("a", 1), waiting=call("a", 1), ended="")
+    state = RankState(beat=3, entered={"a": 1}, last=call("a", 1), waiting=call("a", 1), stack="here", ended="")
     assert RankState.from_json(state.to_json()) == state
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable
 
 import torch.distributed as dist
@@ -23,6 +25,7 @@ WARN_AFTER = 30.0
 _SILENT_PERIODS = 3.5  # after so many periods without a new state, while a connection is lost, a rank counts as dead
 _PATIENCE = 7.0  # seconds to find out which rank is dead
 _READERS_PATIENCE = 3.0  # seconds for which the rank that serves the store waits for its readers
+_STACKS, _FRAMES = 2, 12  # of so many missing ranks a message shows so many innermost calls
 _FAILURE, _FAREWELL = "failure", "farewell"
 _ADVICE = (
     "All ranks of a group must make the same calls in the same order. Look for what only some ranks do, such as save(),"
@@ -60,6 +63,7 @@ class CallWatch:
         self._heard: dict[int, tuple[int, float]] = {}
         self._next_look = 0.0
         self._missing = ""
+        self._told: Call | None = None
         self._tell()
         self._thread = threading.Thread(target=self._run, name="bmt-call-watch", daemon=True)
         self._thread.start()
@@ -169,7 +173,17 @@ class CallWatch:
     def _tell(self, ended: str | None = None) -> None:
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported as waiting but not entered.
         waiting = None if self._waiting is None else self._waiting[0]
-        state = RankState(beat=self._beat, entered=dict(self.entered), last=self.last, waiting=waiting, ended=ended)
+        last = self.last
+        has_made_no_call = self._beat > 0 and waiting is None and last is self._told
+        self._told = last
+        state = RankState(
+            beat=self._beat,
+            entered=dict(self.entered),
+            last=last,
+            waiting=waiting,
+            stack=_stack_of_program() if has_made_no_call and ended is None else "",
+            ended=ended,
+        )
         self._store.set(f"state/{self.rank}", state.to_json())
 
     def _learn(self, failure: str) -> None:
@@ -196,7 +210,8 @@ class CallWatch:
             self.fail(_ring_text(ring, states))
             return
         absent = "; ".join(f"rank {rank}, {_whereabouts(states[rank])}" for rank in missing)
-        self._missing = f"It waits for {absent}." if missing else ""
+        stacks = "".join(_stack_in_words(rank, states[rank]) for rank in missing[:_STACKS])
+        self._missing = f"It waits for {absent}.{stacks}" if missing else ""
         if seconds >= WARN_AFTER and self._warned_of != call and missing:
             self._warned_of = call
             logger.warning("bmt: rank %d has waited %.0f s in %s. %s", self.rank, seconds, call, self._missing)
@@ -236,6 +251,16 @@ class CallWatch:
 
     def _seen(self, rank: int) -> str:
         return f"seen/{rank}"
+
+
+def _stack_of_program() -> str:
+    """Return the innermost calls of the main thread, as a traceback shows them."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "" if frame is None else "".join(traceback.format_stack(frame, limit=_FRAMES)).rstrip()
+
+
+def _stack_in_words(rank: int, state: RankState) -> str:
+    return f"\nRank {rank} is now here (most recent call last):\n{state.stack}" if state.stack else ""
 
 
 def _because(state: RankState) -> str:

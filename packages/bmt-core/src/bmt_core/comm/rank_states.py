@@ -26,14 +26,16 @@ class RankState:
     """One rank's calls at one moment.
 
     ``entered`` has the number of the last call in each group; ``last`` is the last call in any group; ``waiting`` is the call whose
-    end the rank waits for. ``beat`` grows each time the state is written. ``ended`` is None while the rank runs; afterwards it is
-    the error that ended it, or empty if there was none.
+    end the rank waits for. ``beat`` grows each time the state is written. ``stack`` is the Python stack of a rank that has entered
+    no call since its state was last written. ``ended`` is None while the rank runs; afterwards it is the error that ended it, or
+    empty if there was none.
     """
 
     beat: int = 0
     entered: Mapping[str, int] = field(default_factory=dict)
     last: Call | None = None
     waiting: Call | None = None
+    stack: str = ""
     ended: str | None = None
 
     def to_json(self) -> str:
