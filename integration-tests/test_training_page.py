@@ -1,0 +1,136 @@
+"""The examples of docs/training.md run as they stand there, and train as one process of plain torch does."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import bmtrain as bmt
+from bmt_core.testing import run_ranks
+
+PAGE = Path(__file__).parents[1] / "docs" / "training.md"
+BEGINNING, SAVING, AVERAGING, AUTOCAST, SCHEDULERS = re.findall(
+    r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+)
+
+
+def results_of(example: str, directory: str, wanted: tuple[str, ...], dtype: str = "double") -> dict[str, Any]:
+    """Run the beginning of the page and ``example`` on the CPU, with parameters of ``dtype``; return what is ``wanted``."""
+    os.chdir(directory)
+    names: dict[str, Any] = {"__name__": "example"}
+    for code in (BEGINNING.replace("(Model())", f"(Model().{dtype}())"), example):
+        exec(compile(code.replace("(seed=0,", "(seed=0, device='cpu',"), str(PAGE), "exec"), names)
+    found = {name: names[name] for name in wanted if name not in ("model", "ema")}
+    found |= {name: dict(names[name].state_dict()) for name in wanted if name in ("model", "ema")}
+    found["lr"] = names["optimizer"].param_groups[0]["lr"]
+    bmt.shutdown()
+    return found
+
+
+def plain_names() -> dict[str, Any]:
+    """The beginning of the page without bmt: one process that has the whole batch."""
+    code = re.sub(r"^(import bmtrain.*|bmt\.init_distributed.*)$", "", BEGINNING, flags=re.MULTILINE)
+    code = code.replace("bmt.BMTrainModelWrapper(Model())", "Model().double()")
+    code = code.replace("batch.chunk(bmt.world_size(), dim=1)[bmt.rank()]", "batch")
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "plain"}
+    exec(code, names)
+    return names
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module, int], torch.Tensor], number: int
+) -> Iterator[torch.Tensor]:
+    for step in range(number):
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_averaged_weights_are_those_of_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names()
+    model = plain["model"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ema, first = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)), copy.deepcopy(model.state_dict())
+    for _ in steps(model, optimizer, plain["loss_of"], 5):
+        ema.update_parameters(model)
+    for found in run_ranks(results_of, ranks, AVERAGING, str(tmp_path), ("model", "ema"), init=None):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+        torch.testing.assert_close(found["ema"], dict(ema.state_dict()))
+    saved = torch.load(tmp_path / "ema.pt", weights_only=True)
+    torch.testing.assert_close(dict(saved), dict(ema.module.state_dict()))
+    assert any(not torch.equal(saved[name], first[name]) for name in saved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_autocast_trains_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names()
+    model = plain["model"].float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss: torch.Tensor = plain["loss_of"](model, step)
+        return loss
+
+    without = [loss.item() for loss in steps(copy.deepcopy(model), optimizer, plain["loss_of"], 1)]
+    losses = [loss.item() for loss in steps(model, optimizer, loss_of, 5)]
+    for found in run_ranks(results_of, ranks, AUTOCAST, str(tmp_path), ("losses",), "float", init=None):
+        assert found["losses"] == pytest.approx(losses, rel=2e-4)
+        assert found["losses"][0] == pytest.approx(losses[0], rel=1e-6)
+        assert found["losses"][0] != pytest.approx(without[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_schedulers_of_torch_train_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names()
+    model = plain["model"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
+    for _ in steps(model, optimizer, plain["loss_of"], 5):
+        scheduler.step()
+    for found in run_ranks(results_of, ranks, SCHEDULERS, str(tmp_path), ("model",), init=None):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+        assert found["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    expected = run_ranks(results_of, ranks, SAVING, str(whole), ("model", "first_step"), init=None)
+    until_6 = SAVING.replace("range(first_step, 12)", "range(first_step, 6)")
+    assert until_6 != SAVING
+    run_ranks(results_of, ranks, until_6, str(parts), ("model",), init=None)
+    found = run_ranks(results_of, ranks, SAVING, str(parts), ("model", "first_step"), init=None)
+    assert [each["first_step"] for each in (*expected, *found)] == [0] * ranks + [4] * ranks
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
+    assert sorted(path.name for path in (parts / "checkpoints").glob("step-*")) == ["step-12", "step-8"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_training_that_is_saved_is_that_of_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names()
+    model = plain["model"]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    for step in range(12):
+        lr = 1e-2 * (step / 2 if step < 2 else 0.5 * (1 + torch.cos(torch.tensor((step - 2) / 10 * torch.pi)).item()))
+        optimizer.param_groups[0]["lr"] = lr
+        for _ in steps(model, optimizer, lambda model, _, step=step: plain["loss_of"](model, step), 1):
+            pass
+    for found in run_ranks(results_of, ranks, SAVING, str(tmp_path), ("model",), init=None):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
