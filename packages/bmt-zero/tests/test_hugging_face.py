@@ -24,6 +24,7 @@ from meta_models import MemoryMeter, kept_bytes, whole_bytes
 from torch import nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 
+import bmt_core
 from bmt_core import load, save
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
@@ -368,3 +369,34 @@ def tied_again(name: str) -> bool:
 
 def test_a_wrapped_model_may_tie_its_weights_again() -> None:
     assert run_ranks(tied_again, 2, "gpt2") == [True, True]
+
+
+def tied_after_wrapping() -> Any:
+    model: Any = BMTrainModelWrapper(built("llama"))
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return train(model, [runtime.rank()], runtime.world_size())
+
+
+def test_tie_weights_after_wrapping_ties_the_parameters() -> None:
+    model: Any = built("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    expected = train(model, range(2), 2)
+    for result in run_ranks(tied_after_wrapping, 2):
+        torch.testing.assert_close(result["state"], expected["state"], rtol=1e-4, atol=1e-6)
+
+
+def after_training_arguments(folder: str) -> str:
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "1"})
+    TrainingArguments(folder, use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError) as raised:
+        bmt_core.init_distributed(device="cpu")
+    torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return str(raised.value)
+
+
+def test_training_arguments_come_after_init_distributed(tmp_path: Path) -> None:
+    for text in run_ranks(after_training_arguments, 2, str(tmp_path), init=None):
+        assert "call it before TrainingArguments or an Accelerator is made" in text

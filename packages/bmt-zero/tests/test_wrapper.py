@@ -260,3 +260,68 @@ def load_both_ways(path: str) -> None:
 
 def test_a_file_loads_after_a_state_dict(tmp_path: Path) -> None:
     run_ranks(load_both_ways, 2, str(tmp_path / "model.pt"))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 8, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden).square().sum()
+
+
+def words() -> Words:
+    torch.manual_seed(0)
+    return Words().double()
+
+
+def stepped(model: nn.Module, steps: int = 2) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parts = torch.arange(8).chunk(runtime.world_size())
+        model(parts[runtime.rank()]).backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def tied_after_wrapping() -> tuple[list[str], list[dict[str, torch.Tensor]]]:
+    messages, states = [], []
+    for steps_before in (0, 1):
+        model = BMTrainModelWrapper(words())
+        stepped(model, steps_before)
+        with pytest.raises(TypeError) as raised:
+            model.head.weight = model.embedding.weight
+        messages.append(str(raised.value))
+        with pytest.raises(ConfigError) as refused:
+            model.layers[1].weight = model.layers[0].weight
+            model(torch.arange(2))
+        messages.append(str(refused.value))
+        model = BMTrainModelWrapper(words())
+        stepped(model, steps_before)
+        model.head.weight = model.get_parameter("embedding.weight")  # type: ignore[assignment]
+        states.append(stepped(model))
+    return messages, states
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_weights_tied_after_wrapping_train_as_one_or_the_way_to_tie_them_is_said(world_size: int) -> None:
+    expected = []
+    for steps_before in (0, 1):
+        model = words()
+        stepped(model, steps_before)
+        model.head.weight = model.embedding.weight
+        expected.append(stepped(model))
+    for messages, states in run_ranks(tied_after_wrapping, world_size):
+        torch.testing.assert_close(states, expected)
+        for of_outside, of_blocks in (messages[:2], messages[2:]):
+            assert (
+                "Linear.weight is a parameter" in of_outside and "model.get_parameter('embedding.weight')" in of_outside
+            )
+            assert "tie it before BMTrainModelWrapper wraps the whole model" in of_blocks

@@ -252,7 +252,8 @@ class TorchBackend(CommBackend):
         importlib.import_module("torch.distributed.nn")
         if dist.is_initialized():
             raise ConfigError(
-                "torch.distributed is initialised already. Let init_distributed() do it: remove your init_process_group() call."
+                "torch.distributed is initialised already. Let init_distributed() do it: call it before TrainingArguments or an"
+                " Accelerator is made, because they do it too, and remove your init_process_group() call."
             )
         dist.init_process_group(
             self._engines, store=context.store, rank=context.rank, world_size=context.world_size, timeout=self._timeout

@@ -49,6 +49,17 @@ class DistributedModule(nn.Module):
                 raise AttributeError(f"{error}. {_OF_OTHER_WRAPPERS[name]}") from None
             raise
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        if is_tensor and name in self.__dict__.get("_parameters", ()):
+            raise TypeError(
+                f"{type(self).__name__}.{name} is a parameter, and what was assigned to it is a tensor. A parameter that is read"
+                " from a sharded module is such a tensor: a whole copy. Tie weights before BMTrainModelWrapper. Or assign the"
+                " parameter itself, model.get_parameter('embedding.weight'), or call tie_weights() of a Hugging Face model, before"
+                " the optimizer is made."
+            )
+        super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """See :meth:`nn.Module.register_parameter`; errors will call the parameter by this name."""
         super().register_parameter(name, param)

@@ -227,7 +227,7 @@ class ShardedBlock:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
             raise ConfigError(
                 f"Parameter {name!r} is shared with another Block, and a parameter can be sharded by one Block only."
-                " Keep it outside of both, or let BMTrainModelWrapper wrap the whole model."
+                " Keep it outside of both, or tie it before BMTrainModelWrapper wraps the whole model."
             )
         if not self.local_axes:
             return parameter.shard_group
