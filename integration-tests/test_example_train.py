@@ -171,7 +171,7 @@ def test_resuming_another_run_is_an_error_on_every_rank(tmp_path: Path) -> None:
 
 def test_a_run_of_another_text_is_an_error_that_says_which_options_choose_it(tmp_path: Path) -> None:
     small_run(tmp_path, "--steps", 2, ranks=1)
-    with pytest.raises(RankFailure, match="it trains on another text .--data and --max-bytes choose it"):
+    with pytest.raises(RankFailure, match=r"it trains on another text .--data and --max-bytes choose it"):
         small_run(tmp_path, "--steps", 4, "--max-bytes", 300_000, ranks=1)
 
 

@@ -48,7 +48,9 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis_sizes, Mapping):
-            raise ConfigError(f"axis_sizes must be a dict of sizes by axis, such as {{'ep': 2}}, not {self.axis_sizes!r}.")
+            raise ConfigError(
+                f"axis_sizes must be a dict of sizes by axis, such as {{'ep': 2}}, not {self.axis_sizes!r}."
+            )
         counts = {"pipe_size": self.pipe_size, "tp_size": self.tp_size}
         counts.update((f"axis_sizes[{name!r}]", size) for name, size in self.axis_sizes.items())
         if self.num_micro_batches is not None:
