@@ -61,7 +61,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 def test_second_install_line_has_what_the_loop_needs(tmp_path: Path) -> None:
-    lines = re.findall(r"^pip install (.*)$", README.read_text(), re.MULTILINE)
+    lines = re.findall(r"^pip (?:install) (.*)$", README.read_text(), re.MULTILINE)
     installed = {path.replace("-", "_") for path in re.findall(r"packages/([\w-]+)", lines[1])}
     missing = {path.name.replace("-", "_") for path in ROOT.glob("packages/*")} - installed
     assert "bmt_tp" in missing

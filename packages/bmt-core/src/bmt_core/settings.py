@@ -74,7 +74,7 @@ class RunSettings:
 
 
 # A rank may have another device than the others if it is of the same type, which is compared when it is chosen.
-SETTINGS_OF_A_RANK = ("device", "timeout", "pin_cpu")
+SETTINGS_OF_A_RANK = ("device", "timeout", "pin_cpu", "pipe_enabled")
 """The settings that ranks choose for themselves. With any other difference ranks would make other collectives, or begin with or
 train another model: they draw the parts of one model from one ``seed``, for example."""
 

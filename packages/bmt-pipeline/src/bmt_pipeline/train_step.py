@@ -61,8 +61,9 @@ def train_step(
     the batch (default: all); micro-batches get the other inputs whole. ``loss_fn(output, targets)`` returns the mean loss of a
     micro-batch; the loss of the batch is the mean of these.
 
-    That is another loss than the mean over tokens if micro-batches have different numbers of tokens that count. For the latter give
-    ``count_fn``, and let ``loss_fn`` return the sum of the tokens' losses::
+    That is another loss than the mean over tokens if micro-batches have different numbers of tokens that count, and NaN if a
+    micro-batch has none (its gradients are then zero, and those of the others are applied, as when plain torch accumulates
+    gradients). For the mean over tokens give ``count_fn``, and let ``loss_fn`` return the sum of the tokens' losses::
 
         def loss_fn(logits, targets):
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
