@@ -242,10 +242,17 @@ def test_ranks_may_have_timeouts_of_their_own() -> None:
     run_ranks(start_with_own, 2, [{"timeout": 20}, {"timeout": 30}], [{}, {}], init=None)
 
 
-def test_a_bad_setting_of_one_rank_is_an_error_on_every_rank() -> None:
-    first, second = rank_pool(2).outcomes(start_with_own, [{}, {"tp_size": 0}], [{}, {}], init=None, timeout=30)
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ({"tp_size": 0}, "tp_size must be at least 1, not 0."),
+        ({"timeout": -1}, "timeout must be a positive number of seconds, not -1."),
+    ],
+)
+def test_a_bad_setting_of_one_rank_is_an_error_on_every_rank(setting: Any, complaint: str) -> None:
+    first, second = rank_pool(2).outcomes(start_with_own, [{}, setting], [{}, {}], init=None, timeout=30)
     assert first.error_type == second.error_type == "ConfigError"
-    assert first.error_message == "Rank 1 failed to start: tp_size must be at least 1, not 0."
+    assert first.error_message == f"Rank 1 failed to start: {complaint}" and second.error_message == complaint
 
 
 def own_backend() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from bmt_core.errors import ConfigError
@@ -20,6 +22,7 @@ from bmt_core.settings import RunSettings
         ({"zero_level": True}, "not True"),
         ({"num_micro_batches": 0}, "num_micro_batches must be at least 1"),
         ({"timeout": 0.0}, "timeout must be a positive number of seconds"),
+        ({"timeout": math.inf}, "timeout must be a positive number of seconds, not inf"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
+from bmt_core.testing import rank_pool
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 
 
@@ -121,7 +122,7 @@ NO_STATES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "none": (lambda state: None, "The state is None, not one that OptimManager.state_dict() returned."),
     "list": (lambda state: [state], "The state is of type list, not one that"),
     "no optimizers": (lambda state: {**state, "optimizers": None}, "'optimizers' of the state is None, not a list."),
-    "none in optimizers": (lambda state: {**state, "optimizers": [None]}, "and this one has a NoneType."),
+    "none in optimizers": (lambda state: {**state, "optimizers": [None]}, "and this one is a NoneType."),
     "schedulers": (
         lambda state: {**state, "lr_schedulers": 3},
         "'lr_schedulers' of the state is of type int, not a list.",
@@ -189,3 +190,19 @@ def test_an_optimizer_refuses_none_as_its_state() -> None:
     for kind in (AdamOptimizer, AdamOffloadOptimizer):
         with pytest.raises(CheckpointError, match="A state of an optimizer has 'state' and 'param_groups'"):
             kind([torch.nn.Parameter(torch.ones(2))]).load_state_dict(None)  # type: ignore[arg-type]
+
+
+def load_none_on_rank_1(kind: type[AdamOptimizer], is_gathered: bool) -> None:
+    optimizer = kind([DistributedParameter(torch.ones(4, 3))])
+    state = optimizer.state_dict(gather=is_gathered)
+    optimizer.load_state_dict(None if runtime.rank() == 1 else state)  # type: ignore[arg-type]
+    runtime.synchronize()
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_none_on_one_rank_is_an_error_there_and_ends_the_others(is_gathered: bool) -> None:
+    for kind in (AdamOptimizer, AdamOffloadOptimizer):
+        first, second = rank_pool(2).outcomes(load_none_on_rank_1, kind, is_gathered, init={"timeout": 20}, timeout=30)
+        assert first.error_type == "CallError" and "Rank 1 has ended" in (first.error_message or "")
+        assert second.error_type == "CheckpointError"
+        assert "is a NoneType. Pass on every rank what state_dict()" in (second.error_message or "")

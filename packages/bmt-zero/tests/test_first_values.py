@@ -120,6 +120,18 @@ def test_rank_0_sends_its_values_to_all(ranks: int) -> None:
         assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
 
 
+def an_expanded_buffer() -> list[float]:
+    model = made()
+    model.register_buffer("scale", torch.tensor([[bmt_core.rank() + 1.0], [2.0]]).expand(2, 3))
+    BMTrainModelWrapper(model, sync="rank0")
+    model(torch.ones(2, 4))
+    return model.scale.flatten().tolist()  # type: ignore[no-any-return, operator, union-attr]
+
+
+def test_an_expanded_buffer_is_sent_too() -> None:
+    assert run_ranks(an_expanded_buffer, 2) == [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2
+
+
 def set_before_the_first_call(path: str) -> None:
     """Values that a file, a state_dict or an initialisation replaces may differ."""
     if bmt_core.rank() == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, get_args
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 DEFAULT_COMM_BACKEND = "torch"
 DEFAULT_ZERO_LEVEL = 3
+DEFAULT_TIMEOUT = 1800.0
 ZERO_LEVELS = (0, 1, 2, 3)
 ReduceDtype = Literal["fp32-sum", "param", "fp32"]
 DEFAULT_REDUCE_DTYPE: ReduceDtype = "fp32-sum"
@@ -39,7 +41,7 @@ class RunSettings:
     zero_level: int = DEFAULT_ZERO_LEVEL
     comm_backend: str | type[object] = DEFAULT_COMM_BACKEND
     device: str | torch.device | None = None
-    timeout: float = 1800.0
+    timeout: float = DEFAULT_TIMEOUT
     pin_cpu: bool = False
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE
     prefetch_bytes: int | None = None
@@ -64,7 +66,8 @@ class RunSettings:
             raise ConfigError(
                 f"sequence_dim must be 0 (activations are sequence first), 1 (batch first) or None, not {self.sequence_dim!r}."
             )
-        check_timeout(self.timeout)
+        if not is_timeout(self.timeout):
+            raise ConfigError(f"timeout must be a positive number of seconds, not {self.timeout!r}.")
         check_zero_level(self.zero_level)
         check_reduce_dtype(self.reduce_dtype)
         if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
@@ -92,10 +95,9 @@ def common_settings(settings: RunSettings) -> dict[str, str]:
     return {name: str(value) for name, value in values.items() if name not in SETTINGS_OF_A_RANK}
 
 
-def check_timeout(timeout: float) -> None:
-    """Raise :class:`ConfigError` unless ``timeout`` is a positive number of seconds."""
-    if not isinstance(timeout, int | float) or timeout <= 0:
-        raise ConfigError(f"timeout must be a positive number of seconds, not {timeout!r}.")
+def is_timeout(timeout: object) -> bool:
+    """Whether ``timeout`` is a positive number of seconds, and not infinite."""
+    return isinstance(timeout, int | float) and 0 < timeout < math.inf
 
 
 def check_zero_level(level: int) -> int:

@@ -164,6 +164,9 @@ def _send_values_of_rank_0(model: nn.Module) -> None:
             sent = tensor.detach().to(runtime.device).contiguous()
             with call_purpose(f"to send the values of {name}"):
                 runtime.world.broadcast(sent).wait()
+            for dim, stride in enumerate(tensor.stride()):
+                if stride == 0:  # of an expanded tensor, whose elements along this dim are one
+                    tensor, sent = tensor.narrow(dim, 0, 1), sent.narrow(dim, 0, 1)
             tensor.copy_(sent)
 
 

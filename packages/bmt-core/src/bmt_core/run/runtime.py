@@ -34,13 +34,14 @@ from bmt_core.settings import (
     DEFAULT_COMM_BACKEND,
     DEFAULT_GRADIENTS,
     DEFAULT_REDUCE_DTYPE,
+    DEFAULT_TIMEOUT,
     DEFAULT_ZERO_LEVEL,
     GradientsOfRanks,
     MeshAxis,
     ReduceDtype,
     RunSettings,
-    check_timeout,
     common_settings,
+    is_timeout,
 )
 
 _current: Runtime | None = None
@@ -130,7 +131,7 @@ def init_distributed(
     axis_sizes: Mapping[str, int] | None = None,
     comm_backend: str | type[CommBackend] | None = None,
     device: str | torch.device | None = None,
-    timeout: float = 1800,
+    timeout: float = DEFAULT_TIMEOUT,
     pin_cpu: bool = False,
     reduce_dtype: ReduceDtype = DEFAULT_REDUCE_DTYPE,
     prefetch_bytes: int | None = None,
@@ -183,9 +184,9 @@ def init_distributed(
     global _current, _starts
     if _current is not None:
         raise ConfigError("bmt is initialised already. Call shutdown() before another init_distributed().")
-    check_timeout(timeout)
     launch = Launch.from_env()
-    store = _connect(init_method, launch, timeout)
+    # A wrong timeout is refused with the other settings, when this rank can tell the others.
+    store = _connect(init_method, launch, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT)
     _starts += 1
     section = partial(start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     with section("settings and plugins"):

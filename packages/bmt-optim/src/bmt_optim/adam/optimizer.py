@@ -187,7 +187,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
 
         States of BMTrain's Adam and torch's (without amsgrad) load too; options that they lack stay as they are, and masters that
         they lack start as copies of the parameters. A gathered state fits any number of ranks; only rank 0 needs its contents, and
-        loading it is collective.
+        loading it is collective; the others pass what ``state_dict(gather=True)`` returned there, not None.
 
         Raises :class:`CheckpointError`, and changes nothing, if the state is another optimizer's or another rank's, or has another
         shape because it was saved at another world size.

@@ -114,8 +114,11 @@ def with_all_options(optimizer: ManagedOptimizer, state: Mapping[str, Any]) -> d
 
 def _check_form(state: Any) -> None:
     if not isinstance(state, Mapping) or "state" not in state or "param_groups" not in state:
-        found = sorted(map(str, state)) if isinstance(state, Mapping) else f"a {type(state).__name__}"
-        raise CheckpointError(f"A state of an optimizer has 'state' and 'param_groups', and this one has {found}.")
+        found = f"has {sorted(map(str, state))}" if isinstance(state, Mapping) else f"is a {type(state).__name__}"
+        raise CheckpointError(
+            f"A state of an optimizer has 'state' and 'param_groups', and this one {found}. Pass on every rank what"
+            " state_dict() or state_dict(gather=True) returned on it."
+        )
 
 
 def _entries(
