@@ -151,6 +151,30 @@ def test_a_plain_model_along_an_axis_of_a_plugin_is_refused_or_declared(ranks: i
         assert_equal(found, expected)
 
 
+def first_refused_step(is_whole: bool, dtype: torch.dtype, elements: int) -> int:
+    """Train a parameter of which each rank computes the whole gradient, or a share that is now and then the same."""
+    parameter = nn.Parameter(torch.ones(elements, dtype=dtype))
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD([parameter], lr=0.1))
+    for step in range(1, 17):
+        manager.zero_grad()
+        (parameter.sum() * (1 if is_whole or step != 8 else 1 + rank())).backward()
+        try:
+            manager.step()
+        except ConfigError as error:
+            assert "have computed the same gradient" in str(error)
+            return step
+    return 0
+
+
+def test_a_number_of_a_half_type_may_be_the_same_on_all_ranks_now_and_then() -> None:
+    for dtype in (torch.bfloat16, torch.half):
+        assert run_ranks(first_refused_step, 2, False, dtype, 1, init=TP) == [0, 0]
+        assert run_ranks(first_refused_step, 4, True, dtype, 7, init=TP) == [8] * 4
+        assert run_ranks(first_refused_step, 2, False, dtype, 8, init=TP) == [1, 1]
+    assert run_ranks(first_refused_step, 2, False, torch.float32, 1, init=TP) == [1, 1]
+
+
 # ---- declarations that do not hold ----
 
 

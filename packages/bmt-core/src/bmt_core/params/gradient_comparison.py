@@ -12,6 +12,7 @@ equal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,6 +30,9 @@ from bmt_core.run.topology import Topology
 # than any rounding is not the same.
 _SAME = {1: 1e-3, 2: 1e-3, 4: 1e-5, 8: 1e-10}
 _DIFFERENT = {1: 3e-2, 2: 3e-2, 4: 1e-3, 8: 1e-3}
+# Two shares of a gradient of a half type that has few elements may be equal by chance, in one of some
+# hundred steps. So these count as the same only after several occasions in a row.
+_FEW, _TIMES_OF_FEW = 8, 4
 
 
 class GradientComparison:
@@ -36,6 +40,8 @@ class GradientComparison:
 
     def __init__(self) -> None:
         self._occasions = Occasions()
+        # At how many occasions in a row a gradient was the same; by axis, first rank of the line and id of the parameter.
+        self._times_same: Counter[tuple[str, int, int]] = Counter()
 
     def check(self, parameters: Sequence[torch.Tensor], gradients: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Compare this rank's own whole ``gradients``, before they are reduced, with those of ranks
@@ -64,8 +70,13 @@ class GradientComparison:
             lines = _lines(topology, axis, group)
             for number, (parameter, locality) in enumerate(zip(parameters, localities, strict=True)):
                 place, bytes_ = locality.get(axis), _bytes_of_number(parameter.dtype)
-                if place is None and any(_are_same(of_gradients[line, number], _SAME[bytes_]) for line in lines):
-                    raise _undeclared(parameter, axis)
+                if place is None:
+                    times = _TIMES_OF_FEW if bytes_ <= 2 and own[number].numel() < _FEW else 1
+                    for line in lines:
+                        key, is_same = (axis, line[0], id(parameter)), _are_same(of_gradients[line, number], _SAME[bytes_])
+                        self._times_same[key] = self._times_same[key] + 1 if is_same else 0
+                        if self._times_same[key] >= times:
+                            raise _undeclared(parameter, axis)
                 if place is not None and place.gradients == "whole":
                     for what, numbers in (("gradient", of_gradients), ("value", of_values)):
                         if any(_differ(numbers[line, number], _DIFFERENT[bytes_]) for line in lines):
