@@ -20,7 +20,7 @@ from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
-from bmt_tp import ColumnParallelLinear, VPEmbedding, parallelize
+from bmt_tp import ColumnParallelLinear, VPEmbedding, allow_equal_rows, parallelize
 from bmt_tp import whole as declared_whole
 from bmt_zero import Block, BMTrainModelWrapper
 
@@ -235,6 +235,33 @@ def test_layers_that_gather_rows_refuse_the_same_rows_from_every_rank() -> None:
     for layer, embedding in run_ranks(the_whole_batch_on_every_rank, 2, init=TP):
         assert "All 2 ranks along 'tp' passed the same rows (32, 8) to a column-parallel layer, which gathers" in layer
         assert "passed the same rows (4, 8) to VPEmbedding" in embedding
+
+
+def a_sequence_twice(is_declared: bool) -> Any:
+    """Embed and multiply a sequence, of which each rank along ``tp`` has one half, and both are the same."""
+    model = nn.Sequential(VPEmbedding(12, FEATURES, dtype=torch.float32), ColumnParallelLinear(FEATURES, 4, bias=False))
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) / 50)
+    half = torch.arange(6).view(3, 2)
+    if not is_declared:
+        return [said(lambda: model[0](half)), said(lambda: model[1](torch.randn(3, FEATURES)).sum().backward())]
+    allow_equal_rows()
+    model(half).square().sum().backward()
+    return [p.grad for p in model.parameters()], [p.detach() for p in model.parameters()]
+
+
+def test_a_sequence_that_repeats_itself_trains_after_a_declaration() -> None:
+    for texts in run_ranks(a_sequence_twice, 2, False, init=TP):
+        assert all("bmt_tp.allow_equal_rows()" in text for text in texts)
+    gradients, values = zip(*run_ranks(a_sequence_twice, 2, True, init=TP), strict=True)
+    table, weight = (torch.cat(parts).view(-1, FEATURES).requires_grad_() for parts in zip(*values, strict=True))
+    half = torch.arange(6).view(3, 2)
+    (table[torch.cat([half, half])] @ weight.t()).square().sum().backward()
+    for parts, parameter in zip(zip(*gradients, strict=True), (table, weight), strict=True):
+        torch.testing.assert_close(torch.cat(parts).view(-1, FEATURES), parameter.grad)
+    for texts in run_ranks(a_sequence_twice, 2, False, init=TP):  # in the next run they are refused again
+        assert all("passed the same rows" in text for text in texts)
 
 
 def one_wrong_layer_of_many(wrong: int) -> str:

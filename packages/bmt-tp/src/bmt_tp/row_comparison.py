@@ -33,11 +33,13 @@ def is_time_to_compare(own: Occasions | None) -> bool:
 
 def check_own_rows(rows: torch.Tensor, layer: str) -> None:
     """Raise :class:`ConfigError` on all ranks along ``tp`` if all pass the same ``rows`` to a layer
-    that gathers them.
+    that gathers them, unless :func:`~bmt_tp.tensor_group.allow_equal_rows` was called.
 
     Rows that are all alike say nothing. Collective.
     """
     ranks = tensor_ranks()
+    if not ranks.refuses_equal_rows:
+        return
     found = fingerprints_of_ranks([rows, rows - rows[:1]], ranks.group, "to compare rows of a parallel layer")
     length, variation = found[0, :, 0]
     if not agree(found, _SAME).all() or variation <= _ALIKE * length:
@@ -48,7 +50,8 @@ def check_own_rows(rows: torch.Tensor, layer: str) -> None:
         f" would be {ranks.size} times too large. Give each rank its part, utils.tp_split_tensor(x,"
         " 0), or take layers that do not gather: ColumnParallelLinear(gather_input=False) and"
         " RowParallelLinear(all_reduce_output=True), with whole(module) for the plain modules"
-        " around."
+        " around. If these are rows of their own that rightly are equal, as those of a sequence that"
+        " repeats itself, call bmt_tp.allow_equal_rows() after init_distributed()."
     )
 
 

@@ -18,7 +18,7 @@ class TensorRanks(NamedTuple):
 
     ``sequence_dim`` is the dim of activations of which each rank has a part: that of :func:`init_distributed`, or 0.
     ``lane`` transfers rows during products; ``in_lane`` is the same group with the lane's own communicator. ``row_occasions`` says
-    when rows are compared: see :mod:`bmt_tp.row_comparison`.
+    when rows are compared, and ``refuses_equal_rows`` is False after ``allow_equal_rows()``: see :mod:`bmt_tp.row_comparison`.
     """
 
     group: Group
@@ -28,6 +28,7 @@ class TensorRanks(NamedTuple):
     rank: int
     sequence_dim: int
     row_occasions: Occasions
+    refuses_equal_rows: bool = True
 
 
 _COMPARED_ROWS = 100_000
@@ -50,6 +51,17 @@ def _looked_up() -> TensorRanks:
     _ranks = TensorRanks(group, lane, lane.group(group), group.size, group.rank, sequence_dim, occasions)
     runtime.at_shutdown.append(_forget)
     return _ranks
+
+
+def allow_equal_rows() -> None:
+    """Let ranks along ``tp`` pass equal rows to layers that gather rows, until the run ends.
+
+    Such layers expect rows of its own from each rank, and refuse rows that are the same on all of them, because mostly the whole
+    batch was passed on each. Rows may rightly be the same where a sequence repeats itself, as in a task of copying. Call it on
+    every rank, after ``init_distributed()``. With ``tp_size=1`` nothing changes.
+    """
+    global _ranks
+    _ranks = tensor_ranks()._replace(refuses_equal_rows=False)
 
 
 def _forget() -> None:
