@@ -45,6 +45,12 @@ def write_rows_and_columns(table: Any) -> None:
         weight.t()[0].mul_(2)
 
 
+def add_in_place(table: Any) -> None:
+    with torch.no_grad():
+        table.weight += 1
+        table.weight[1] *= 3
+
+
 def split(table: Any) -> None:
     for number, part in enumerate(table.weight.data.split(3)):
         part.add_(10 * number)
@@ -56,6 +62,7 @@ FILLS: list[Callable[[Any], Any]] = [
     lambda table: table.weight.data[1].__setitem__(slice(1, None), 5.0),
     write_row,
     write_rows_and_columns,
+    add_in_place,
     split,
     lambda table: nn.init.constant_(table.weight[4], 3.0),
     lambda table: nn.init.xavier_uniform_(table.weight),
@@ -123,6 +130,28 @@ def test_a_write_that_would_be_lost_or_undo_another_raises(world_size: int) -> N
         assert "while autograd records it" in found["recorded"] and "torch.no_grad()" in found["recorded fill"]
         assert "set requires_grad there" in found["frozen"]
         assert "would be lost" in found["trained"] and "whole_parameters(module)" in found["trained"]
+
+
+def other_objects() -> list[str]:
+    """What shares the memory of a copy, and is no tensor; and what is assigned, and is not all of the copy."""
+    numpy = pytest.importorskip("numpy")
+    table, found = Table(lambda table: None), []
+    for array in (table.weight.data.numpy(), numpy.asarray(table.weight.data[2:])):
+        assert array.sum() > 0
+        with pytest.raises(ValueError) as read_only:
+            array[0] = 5.0
+        found.append(str(read_only.value))
+    for tensor in (table.weight[:7].t(), Table(lambda table: None).weight):
+        with pytest.raises(TypeError) as assigned:
+            table.weight = tensor
+        found.append(str(assigned.value))
+    return found
+
+
+def test_arrays_of_copies_are_read_only_and_other_copies_cannot_be_assigned() -> None:
+    for *arrays, view, other in run_ranks(other_objects, 2):
+        assert all("read-only" in text for text in arrays)
+        assert view == other and view.startswith("Table.weight is a parameter, and what was assigned to it is a tensor.")
 
 
 def cut() -> tuple[str, list[float]]:

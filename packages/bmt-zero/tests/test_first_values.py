@@ -102,6 +102,7 @@ CASES = {
 def test_ranks_that_begin_with_other_values_are_told_which(case: Any, ranks: int) -> None:
     for text in run_ranks(case, ranks):
         assert CASES[case] in text and "BMTrainModelWrapper(model, sync='rank0')" in text
+        assert "A buffer that is to differ is set after wrapping" in text
 
 
 def sent_by_rank_0() -> dict[str, torch.Tensor]:
@@ -118,6 +119,18 @@ def test_rank_0_sends_its_values_to_all(ranks: int) -> None:
     plain(torch.ones(2, 4))  # moves the running mean
     for found in run_ranks(sent_by_rank_0, ranks):
         assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
+
+
+def own_buffers_after_wrapping() -> list[float]:
+    model = BMTrainModelWrapper(made()).eval()
+    model.mean = torch.full((4,), float(rank()))
+    model.layers[1].running_mean.fill_(rank())  # type: ignore[union-attr, operator]
+    model(torch.ones(2, 4))
+    return [float(model.mean[0]), float(model.layers[1].running_mean[0])]  # type: ignore[index]
+
+
+def test_a_buffer_of_a_ranks_own_is_set_after_wrapping() -> None:
+    assert run_ranks(own_buffers_after_wrapping, 2) == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def an_expanded_buffer() -> list[float]:

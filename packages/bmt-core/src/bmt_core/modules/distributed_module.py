@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
+from bmt_core.modules.gathered_copy import is_copy_of
 from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import require_values
@@ -52,6 +53,8 @@ class DistributedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
         if is_tensor and name in self.__dict__.get("_parameters", ()):
+            if is_copy_of(value, self._parameters[name]):
+                return  # as when plain torch assigns a parameter to itself
             raise TypeError(
                 f"{type(self).__name__}.{name} is a parameter, and what was assigned to it is a tensor. A parameter that is read"
                 " from a sharded module is such a tensor: a whole copy. Tie weights before BMTrainModelWrapper. Or assign the"

@@ -2,7 +2,8 @@
 
 ``model.head.weight`` gathers a temporary copy. A constructor may write to it as in plain torch: ``self.weight.data[0].zero_()``, or
 ``torch.nn.init.zeros_(model.head.weight)``. Until the parameter is trained, such a write takes effect: every rank makes it, and
-keeps its part of the result. Later it raises: an optimizer may have changed the parameter since the copy was gathered.
+keeps its part of the result. Later it raises: an optimizer may have changed the parameter since the copy was gathered. Every
+rank must write the same, which is not compared. Arrays of numpy that share a copy's memory are read-only.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.torch_internals import storage_key, without_torch_functions
 
 _SETTERS = ("__set__", "requires_grad_")
+_TO_NUMPY = ("numpy", "__array__")
 
 
 class _Source:
@@ -28,6 +30,10 @@ class _Source:
         self._whole = whole
         self._graph = whole.grad_fn
         self._version = parameter._version
+
+    def is_of(self, parameter: object, whole: torch.Tensor) -> bool:
+        """Whether this is ``parameter``, and ``whole`` all of the copy."""
+        return parameter is self._parameter and whole.is_set_to(self._whole)
 
     def write_back(self, what: str) -> None:
         """Copy this rank's part of the copy, to which ``what`` has written, to the parameter; raise if that would be wrong."""
@@ -76,6 +82,8 @@ class GatheredCopy(torch.Tensor):
             for copy, version in zip(copies, versions, strict=True):
                 if copy._version != version:
                     copy._source.write_back(f"{name}()")
+            if name in _TO_NUMPY and not result.flags.owndata:
+                result.setflags(write=False)
             sources = {storage_key(copy): copy._source for copy in copies}
             return map_tensors(lambda tensor: _as_copy(tensor, sources), result)
 
@@ -92,6 +100,14 @@ def as_gathered_copy(whole: torch.Tensor, parameter: DistributedParameter) -> to
     if whole.is_inference() or whole.is_meta:
         return whole
     return _copy_of(whole, _Source(parameter, whole))
+
+
+def is_copy_of(value: object, parameter: object) -> bool:
+    """Whether ``value`` is a whole copy of ``parameter``: what ``self.bias += 1`` assigns after it has written to the copy."""
+    if not isinstance(value, GatheredCopy):
+        return False
+    with without_torch_functions():
+        return value._source.is_of(parameter, value)
 
 
 def refuse_written(shape: torch.Size) -> NoReturn:

@@ -24,7 +24,8 @@ _ADVICE = (
     "Every rank must begin with the same values: make the model after init_distributed(), which"
     " seeds all ranks alike, without a seed of the rank's own, give bmt's layers their values by"
     " init_parameters(model), and load files on every rank. Or let BMTrainModelWrapper(model,"
-    " sync='rank0') send those of rank 0 to all."
+    " sync='rank0') send those of rank 0 to all. A buffer that is to differ is set after wrapping:"
+    " module.name = value."
 )
 
 
