@@ -363,6 +363,32 @@ def test_a_loss_of_a_ranks_own_rows_is_refused_unless_it_is_averaged(ranks: int)
         assert_equal(found, expected)
 
 
+def another_model_on_own_data(how: str) -> Any:
+    """Train a plain model on data of each rank's own, beside a model that is split over these ranks."""
+    if how != "plain":
+        parallelize(plain(Model), PLAN)
+    model = plain(lambda: nn.Linear(FEATURES, 2))
+
+    def loss_of(*inputs: torch.Tensor) -> torch.Tensor:
+        part = (rank(),) if how != "plain" else range(2)
+        rows = [torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(seed)) for seed in part]
+        loss = model(torch.cat(rows)).square().mean()
+        return all_reduce(loss, "avg", comm=current().topology.group(("tp",))) if how == "averaged" else loss
+
+    if how == "own":
+        return said(lambda: OptimManager().backward(loss_of()))
+    return trained(model, loss_of)
+
+
+def test_the_loss_of_another_model_on_a_ranks_own_data_is_averaged() -> None:
+    for text in run_ranks(another_model_on_own_data, 2, "own", init=TP):
+        assert "the loss of another model on data of a rank's own, must be averaged over these ranks first" in text
+    expected = another_model_on_own_data("plain")
+    for found in run_ranks(another_model_on_own_data, 2, "averaged", init=TP):
+        found.update({name: value for name, value in expected.items() if name.startswith("gradient")})  # local until summed
+        assert_equal(found, expected)
+
+
 def blocks_without_a_wrapper() -> Record:
     model = plain(Model)
     parallelize(model, PLAN)

@@ -57,7 +57,8 @@ from bmt_optim.state.state_form import check_form, check_logical_form, checking_
 NonFinite = Literal["skip", "raise", "ignore"]
 _SAME_LOSS = (
     "These ranks compute one model on the same data. A term of the loss that is computed from a"
-    " rank's own rows, inside of split layers, must be averaged over these ranks first:"
+    " rank's own rows, inside of split layers, or the loss of another model on data of a rank's own,"
+    " must be averaged over these ranks first:"
     " all_reduce(term, 'avg', comm=current().topology.group(axes)) is differentiable."
 )
 logger = logging.getLogger("bmt_optim")
