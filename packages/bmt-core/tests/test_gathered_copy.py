@@ -151,7 +151,9 @@ def other_objects() -> list[str]:
 def test_arrays_of_copies_are_read_only_and_other_copies_cannot_be_assigned() -> None:
     for *arrays, view, other in run_ranks(other_objects, 2):
         assert all("read-only" in text for text in arrays)
-        assert view == other and view.startswith("Table.weight is a parameter, and what was assigned to it is a tensor.")
+        assert view == other and view.startswith(
+            "Table.weight is a parameter, and what was assigned to it is a tensor."
+        )
 
 
 def cut() -> tuple[str, list[float]]:

@@ -31,8 +31,9 @@ class TensorRanks(NamedTuple):
     refuses_equal_rows: bool = True
 
 
-_COMPARED_ROWS = 100_000
-"""Calls of functions and of compiled code are counted together. Rows are compared in the first ones, and at every so many."""
+# Calls of functions and of compiled code are counted together. Each of the first ones is compared, so that all layers are. The
+# period is a prime number: a multiple of the calls in a step would meet the same layer each time.
+_AT_FIRST, _PERIOD = 512, 100_003
 
 
 def tensor_ranks() -> TensorRanks:
@@ -47,7 +48,7 @@ def _looked_up() -> TensorRanks:
     global _ranks
     runtime, group = current(), tensor_group()
     lane = runtime.lanes.named(AXIS)
-    sequence_dim, occasions = runtime.settings.sequence_dim or 0, Occasions(_COMPARED_ROWS)
+    sequence_dim, occasions = runtime.settings.sequence_dim or 0, Occasions(_PERIOD, at_first=_AT_FIRST)
     _ranks = TensorRanks(group, lane, lane.group(group), group.size, group.rank, sequence_dim, occasions)
     runtime.at_shutdown.append(_forget)
     return _ranks

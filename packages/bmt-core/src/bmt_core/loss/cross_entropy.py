@@ -45,7 +45,8 @@ class FusedCrossEntropy(torch.nn.Module):
     its own slice. Collective over the tp group. In a run without tensor parallelism, and without a run, it changes nothing.
 
     A target out of range raises :class:`IndexError`, on CUDA in a later pass: see [Note: targets out of range]. Targets that differ
-    between tp ranks raise ``ValueError`` on all of them; they are compared in the first calls and now and then.
+    between tp ranks raise ``ValueError`` on all of them; they are compared in the first calls and now and then. Each module counts
+    its own calls, so make it once: one that is made in every forward compares in every step, and waits for the device.
 
     >>> loss = FusedCrossEntropy()
     >>> loss(torch.tensor([[0.0, 0.0]], dtype=torch.bfloat16), torch.tensor([1]))

@@ -73,7 +73,8 @@ class GradientComparison:
                 if place is None:
                     times = _TIMES_OF_FEW if bytes_ <= 2 and own[number].numel() < _FEW else 1
                     for line in lines:
-                        key, is_same = (axis, line[0], id(parameter)), _are_same(of_gradients[line, number], _SAME[bytes_])
+                        key = axis, line[0], id(parameter)
+                        is_same = _are_same(of_gradients[line, number], _SAME[bytes_])
                         self._times_same[key] = self._times_same[key] + 1 if is_same else 0
                         if self._times_same[key] >= times:
                             raise _undeclared(parameter, axis)

@@ -31,22 +31,27 @@ NUMBERS = 3
 
 class Occasions:
     """Says when to compare something that happens again and again: at the times 1, 2, 4, 8, ...
-    below ``period``, and at its multiples.
+    below ``period``, and at its multiples; and at each of the first ``at_first`` times.
 
     >>> occasions = Occasions()
     >>> [time for time in range(1, 10) if occasions.has_come()]
     [1, 2, 4, 8]
     """
 
-    def __init__(self, period: int = 1000) -> None:
+    def __init__(self, period: int = 1000, at_first: int = 1) -> None:
         self._period = period
+        self._at_first = at_first
         self._time = 0
 
     def has_come(self) -> bool:
         """Count one more time, and return whether to compare at this time."""
         self._time += 1
         is_power_of_two = self._time & (self._time - 1) == 0
-        return self._time % self._period == 0 or (self._time < self._period and is_power_of_two)
+        return (
+            self._time <= self._at_first
+            or self._time % self._period == 0
+            or (self._time < self._period and is_power_of_two)
+        )
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
