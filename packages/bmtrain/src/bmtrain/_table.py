@@ -57,7 +57,7 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from("bmt_pipeline", "PipelineTransformerBlockList"),
     },
     "bmtrain.benchmark": _from("bmt_core.benchmark", "all_gather reduce_scatter send_recv"),
-    "bmtrain.block_layer": _BLOCKS,
+    "bmtrain.block_layer": {**_BLOCKS, **_from("bmtrain.utils", "round_up")},
     "bmtrain.distributed": _COLLECTIVES,
     "bmtrain.init": {
         **_from("bmt_core", "init_distributed is_initialized"),
@@ -122,12 +122,13 @@ OLD_PATHS: dict[str, dict[str, Home]] = {
 INTERNALS = (
     "bmtrain.C",
     "bmtrain.benchmark.shape",
+    "bmtrain.block_layer.storage_type_cuda",
     "bmtrain.checkpointing",
     "bmtrain.hook_func",
     "bmtrain.nccl.enums",
     "bmtrain.zero_context",
 )
-"""Modules of BMTrain that mean nothing here: importing one raises an error that says so."""
+"""Modules and functions of BMTrain that mean nothing here: importing one raises an error that says so."""
 
 
 FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.store", "bmtrain.utils")

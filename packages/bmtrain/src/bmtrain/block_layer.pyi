@@ -3,3 +3,4 @@
 from bmt_zero import Block as Block
 from bmt_zero import CheckpointBlock as CheckpointBlock
 from bmt_zero import TransformerBlockList as TransformerBlockList
+from bmtrain.utils import round_up as round_up
