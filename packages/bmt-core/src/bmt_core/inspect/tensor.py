@@ -45,10 +45,20 @@ class TensorInspector:
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """This rank's statistics alone, in the form of :meth:`get_summary`, with each ``tensor``. Communicates nothing."""
-        named = list(self._recording.named())
+        """This rank's statistics alone, with each ``tensor``. Communicates nothing.
+
+        As in BMTrain, ``name`` and ``group`` are those given to :func:`record_tensor`; ``summary_name`` is the name in
+        :meth:`get_summary`.
+        """
         return [
-            {"name": name, **_described([_part_of(recorded)]), "tensor": recorded.tensor} for name, recorded in named
+            {
+                "name": recorded.name,
+                "group": recorded.group,
+                "summary_name": name,
+                **_described([_part_of(recorded)]),
+                "tensor": recorded.tensor,
+            }
+            for name, recorded in self._recording.named()
         ]
 
     def get_summary(self) -> list[Statistics]:
