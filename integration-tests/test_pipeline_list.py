@@ -10,6 +10,7 @@ from pipeline_trainings import compare, expected, listed, on_grid
 
 from bmt_core.testing import run_ranks
 from bmt_pipeline import PipelineTransformerBlockList
+from bmt_zero import Block
 
 # Micro-batches fewer than, as many as, and more than the stages.
 RUNS = [("pp 1", 2), ("pp 2", 1), ("pp 2", 2), ("pp 2 x dp 2", 8), ("pp 4", 2), ("pp 4", 4)]
@@ -40,3 +41,17 @@ def places() -> tuple[Any, ...]:
 def test_the_first_stages_get_one_layer_more() -> None:
     alike = [[0, 1, 2], [3, 4]], [3, 2], [0, 0, 0, 1, 1]
     assert run_ranks(places, 2, init={"pipe_size": 2}) == [(*alike, [0, 1, 2], 2, 0, 0), (*alike, [3, 4], 2, 1, 0)]
+
+
+def refusals_of_blocks_of_all_stages() -> list[str]:
+    found = []
+    for member in (Block(torch.nn.Linear(2, 2)), lambda: Block(torch.nn.Linear(2, 2))):
+        with pytest.raises(AssertionError) as caught:
+            PipelineTransformerBlockList([member])
+        found.append(str(caught.value))
+    return found
+
+
+def test_with_one_stage_too_a_block_must_be_one_of_a_stage() -> None:
+    for found in run_ranks(refusals_of_blocks_of_all_stages, 2):
+        assert all('must be made with mode="PIPE"' in text for text in found)

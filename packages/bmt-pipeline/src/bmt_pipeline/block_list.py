@@ -309,8 +309,9 @@ def _own_layers(members: Sequence[Layer], stages: Sequence[int], own: int) -> It
 
 
 def _check_mode(block: Any) -> None:
-    assert block._mode == "PIPE" or num_stages() == 1, (
-        'A Block in a PipelineTransformerBlockList must be made with mode="PIPE", because its parameters lie on one stage.'
+    assert block._mode == "PIPE", (
+        'A Block in a PipelineTransformerBlockList must be made with mode="PIPE", because its parameters lie on one stage. So it is'
+        " with pipe_size=1, too: a script must run alike on every grid."
     )
 
 
