@@ -387,16 +387,18 @@ def same_module_twice() -> Any:
     torch.manual_seed(0)
     layer = Layer(WIDTH, 9)
     blocks = TransformerBlockList([layer, Layer(WIDTH, 9), layer])
+    assert len(blocks) == 3 and blocks[0] is blocks[2] is layer
     blocks(data(runtime.rank())).square().sum().backward()
     return len(list(blocks.parameters())), {n: full_gradient(p) for n, p in blocks.named_parameters()}
 
 
-def test_same_module_twice_in_a_list_shares_parameters_and_gradients() -> None:
+@pytest.mark.parametrize("level", range(4))
+def test_same_module_twice_in_a_list_shares_parameters_and_gradients(level: int) -> None:
     torch.manual_seed(0)
     layer = Layer(WIDTH, 9)
     layers = nn.ModuleList([layer, Layer(WIDTH, 9), layer])
     sum(straight(list(layers), data(rank), 0) for rank in range(2)).backward()
-    for count, grads in run_ranks(same_module_twice, 2):
+    for count, grads in run_ranks(same_module_twice, 2, init={"zero_level": level}):
         assert count == len(list(layers.parameters()))
         for name, parameter in layers.named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad)

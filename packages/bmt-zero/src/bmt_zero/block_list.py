@@ -15,8 +15,8 @@ from bmt_zero.block import Block
 class TransformerBlockList(LayerList):
     """A list of blocks; call it, or loop over it.
 
-    ``modules`` may be any iterable; raw modules become :class:`Block`. The same raw module twice shares its
-    parameters. The same Block twice is an ``AssertionError``. ``num_hidden`` is how many leading arguments flow
+    ``modules`` may be any iterable; raw modules become :class:`Block`. The same raw module twice is one Block
+    that runs twice. The same Block twice is an ``AssertionError``. ``num_hidden`` is how many leading arguments flow
     through: the first ``num_hidden`` outputs of a block replace the first ``num_hidden`` inputs of the next. Every block gets the
     other arguments unchanged.
     """
