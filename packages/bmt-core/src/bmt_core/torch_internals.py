@@ -228,6 +228,24 @@ def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[
     return undo
 
 
+def call_after(owner: Any, name: str, change: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Call ``change(self, result)`` after each call of the method ``owner.name``; return a function that undoes this."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
+        change(self, result)
+        return result
+
+    def undo() -> None:
+        if getattr(owner, name) is changed:
+            setattr(owner, name, function)
+
+    setattr(owner, name, changed)
+    return undo
+
+
 def stream_address(device: int) -> int:
     """Return the address of the current stream of that CUDA device; ``torch.cuda.current_stream`` takes ten times as long."""
     address: int = torch._C._cuda_getCurrentRawStream(device)

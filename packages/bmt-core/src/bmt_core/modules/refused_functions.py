@@ -4,22 +4,23 @@
 rank's parts with those of rank 0. FSDP would shard the parts again. ``clip_grad_norm_`` would compute a different norm on every
 rank, and a ``GradScaler`` would skip a step on some ranks only. Rules of ``torch.nn.init`` that need rows and columns would see one
 dimension. Collectives of ``torch.distributed`` would combine other elements on every rank, and wait for ever where parts differ in
-size. None of these functions calls a method of the parameter that could raise, so the functions themselves are wrapped, from
-the start of a run to its end.
+size. An optimizer of torch would go on from the state of another rank's parts. None of these functions calls a method of the
+parameter that could raise, so the functions themselves are wrapped, from the start of a run to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from bmt_core.comm.torch_backend import is_own_call
-from bmt_core.errors import ConfigError
+from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.part_data import PartData
 from bmt_core.params.random_fills import INITIALISE_INSTEAD
@@ -29,6 +30,7 @@ from bmt_core.torch_internals import (
     before_collectives,
     before_fsdp,
     before_rules_of_shape,
+    call_after,
     call_before,
     storage_key,
 )
@@ -47,6 +49,8 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
     runtime.at_shutdown.append(before_collectives(_refuse_collectives))
+    runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
+    runtime.at_shutdown.append(call_before(Optimizer, "load_state_dict", _refuse_state_of_other_rank))
     for name in ("unscale_", "step"):
         runtime.at_shutdown.append(call_before(GradScaler, name, _refuse_scaler))
 
@@ -72,8 +76,8 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
     if any(isinstance(parameter, DistributedParameter) and parameter.is_part for parameter in found):
         raise ConfigError(
             "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's parts of the gradients, which differs between"
-            " ranks. Call OptimManager().clip_grad_norm(model.parameters(), max_norm), which computes the norm over all ranks;"
-            " it works without the manager's step() too."
+            " ranks. Call bmt.optim.OptimManager().clip_grad_norm(model.parameters(), max_norm), which computes the norm over all"
+            " ranks; it works without the manager's step() too."
         )
 
 
@@ -121,11 +125,33 @@ def _begin_alike(parameter: DistributedParameter, tensor: torch.Tensor) -> bool:
 
 
 def _refuse_scaler(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if scaler.is_enabled() and any(isinstance(p, DistributedParameter) and p.is_part for p in parameters):
+    if scaler.is_enabled() and _has_parts(optimizer):
         raise ConfigError(
             "torch's GradScaler would look for inf and NaN in this rank's parts of the gradients only: a rank without any would"
             " take a step that others skip. Let OptimManager(loss_scale=...) scale the loss; it asks all ranks."
+        )
+
+
+def _has_parts(optimizer: Optimizer) -> bool:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return any(isinstance(p, DistributedParameter) and p.is_part for p in parameters)
+
+
+def _say_whose_parts(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    if _has_parts(optimizer):
+        state.update(world_size=current().world_size, rank=current().rank)
+
+
+def _refuse_state_of_other_rank(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    if not _has_parts(optimizer):
+        return
+    own = current().rank, current().world_size
+    saved = state_dict.get("rank", own[0]), state_dict.get("world_size", own[1])
+    if saved != own:
+        raise CheckpointError(
+            f"The optimizer state is that of rank {saved[0]} of {saved[1]}, and this is rank {own[0]} of {own[1]}: state_dict() of"
+            " an optimizer has the states of this rank's parts alone. Save by bmt.save_checkpoint(directory, model, manager), or"
+            " OptimManager.state_dict(gather_opt=True), which hold whole states and load at any number of ranks."
         )
 
 

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from bmt_core.ops import HostFlag, read_master, write_master
-from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import is_initialized, rank
+from bmt_core.run.runtime import rank
 from bmt_optim.adam.parameter_state import (
     MASTER,
     REMAINDER,
@@ -29,7 +28,7 @@ from bmt_optim.adam.update_stream import UpdateStream
 from bmt_optim.current_run import kernels_on, with_a_group
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
-from bmt_optim.state.torch_state import check_torch_state, this_rank, with_all_options
+from bmt_optim.state.torch_state import check_torch_state, with_all_options
 
 
 class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
@@ -178,9 +177,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         self.wait()
         if gather:
             return gathered_state([self], None)
-        params = [p for group in self.param_groups for p in group["params"]]
-        has_parts = is_initialized() and any(isinstance(p, DistributedParameter) and p.is_part for p in params)
-        return {**super().state_dict(), **(this_rank() if has_parts else {})}
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state of parameters of the same shapes; moments and masters stay float32.
