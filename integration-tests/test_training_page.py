@@ -111,11 +111,12 @@ def test_a_run_that_ended_goes_on_where_it_was(ranks: int, tmp_path: Path) -> No
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    expected = run_ranks(results_of, ranks, SAVING, str(whole), ("model", "first_step"), init=None)
+    expected = run_ranks(results_of, ranks, SAVING, str(whole), ("model", "first_step", "seen"), init=None)
     until_6 = SAVING.replace("range(first_step, 12)", "range(first_step, 6)")
     assert until_6 != SAVING
     run_ranks(results_of, ranks, until_6, str(parts), ("model",), init=None)
-    found = run_ranks(results_of, ranks, SAVING, str(parts), ("model", "first_step"), init=None)
+    found = run_ranks(results_of, ranks, SAVING, str(parts), ("model", "first_step", "seen"), init=None)
+    assert {each["seen"] for each in (*expected, *found)} == {12 * 8}
     assert [each["first_step"] for each in (*expected, *found)] == [0] * ranks + [4] * ranks
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one["model"], other["model"], rtol=0, atol=0)
