@@ -309,6 +309,22 @@ def test_damaged_and_missing_checkpoints_are_refused(tmp_path: Path) -> None:
     check_errors(2, tmp_path, None, "its size or its header differs", shard.name)
 
 
+def save_and_look(path: str) -> list[str]:
+    errors = []
+    for call in (lambda: bmt_core.latest(path), lambda: bmt_core.save_checkpoint(path, Net(), step=1)):
+        with pytest.raises(CheckpointError) as refused:
+            call()
+        errors.append(str(refused.value))
+    return errors
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    torch.save({}, path)
+    for errors in run_ranks(save_and_look, 2, str(path)):
+        assert all("checkpoint.pt is a file" in text and "bmt.load(model, " in text for text in errors)
+
+
 def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
     """Ways to spoil the checkpoint ``folder/step-3`` of 2 ranks: what -> (what the error must say, the change)."""
     latest, training, index = folder / "latest", folder / "step-3" / "training.pt", folder / "step-3" / "model" / INDEX

@@ -54,6 +54,7 @@ from bmt_core.checkpoint.training_folder import (
     part_of,
     publish,
     read_training,
+    refuse_file,
     unfinished_after,
 )
 from bmt_core.checkpoint.whole_state import LocalState, OwnPart, WholeState, world_group
@@ -112,6 +113,7 @@ def save_checkpoint(
     with ExitStack() as stack:
         with collective_section(world_group(), what) as results:
             join_last_save()
+            refuse_file(final.parent)
             if world_group().rank == 0:
                 lock_run_directory(final.parent)
             # After join_last_save() and the lock: no other save writes there now.

@@ -34,11 +34,21 @@ _DELETED, UNFINISHED = ".deleted", ".tmp"
 def latest(dir: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint in ``dir`` that was saved last, for :func:`load_checkpoint`; None if there is none. Not collective.
 
-    Raises :class:`CheckpointError` if that checkpoint is not complete; the error names the complete ones.
+    Raises :class:`CheckpointError` if ``dir`` is a file, and if that checkpoint is not complete; the error names the complete ones.
     """
     folder = Path(dir)
+    refuse_file(folder)
     named = _named_by_latest(folder)
     return None if named is None else _complete(named) or _raise_incomplete(named)
+
+
+def refuse_file(folder: Path) -> None:
+    """Raise :class:`CheckpointError` if ``folder`` is a file, such as one of ``torch.save``."""
+    if folder.is_file():
+        raise CheckpointError(
+            f"{folder} is a file, and the checkpoints of a training are in a directory, which save_checkpoint() makes. Name another"
+            f" path. bmt.load(model, {str(folder)!r}) reads the weights of a file."
+        )
 
 
 def find_checkpoint(folder: Path) -> Path:
