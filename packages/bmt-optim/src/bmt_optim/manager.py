@@ -243,7 +243,7 @@ class OptimManager:
         N is the p-norm (``norm_type`` p, ``"inf"`` for the largest magnitude), formed in float32, over the gradients of
         ``param_groups`` (a group of ``optimizer.param_groups`` or several, or parameters) of all ranks, replicas counted once. The
         result is a 0-dim tensor; nothing is read on the host. On every grid it is the norm that one process in plain torch
-        would have; BMTrain's is ``pipe_size / tp_size`` times that. If N is not finite the gradients become NaN, which ``step``
+        would have; ``docs/migration.md`` says how BMTrain's differs. If N is not finite the gradients become NaN, which ``step``
         detects.
         """
         p = float(norm_type)

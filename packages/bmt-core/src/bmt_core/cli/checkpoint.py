@@ -137,7 +137,8 @@ def _training_of(path: Path) -> dict[str, Any] | None:
 
 
 def _training_folder(path: Path) -> Path | None:
-    return find_checkpoint(path) if latest(path) or (path / TRAINING).is_file() else None
+    is_training = path.is_dir() and (latest(path) or (path / TRAINING).is_file())
+    return find_checkpoint(path) if is_training else None
 
 
 def _own_tensors(reader: CheckpointReader) -> Iterator[TensorEntry]:
