@@ -133,6 +133,7 @@ def transparent() -> dict[str, Any]:
         "training": [raw.training, raw.first[1].training],
         "visited": len(visited),
         "repr": text.startswith("Block[Nested]("),
+        "name": block._get_name(),  # transformers compares it with names of classes
         "flat": set(shapes.values()),
         "module": block._module is raw,
     }
@@ -145,6 +146,7 @@ def test_block_is_transparent_to_names_attributes_and_modes() -> None:
             "training": [False, False],
             "visited": 4,
             "repr": True,
+            "name": "Nested",
             "flat": {1},
             "module": True,
         }

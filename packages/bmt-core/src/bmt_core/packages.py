@@ -24,6 +24,12 @@ PACKAGES = {
         "start, grid of ranks, collectives, plugins, sharded parameters, checkpoints, the program bmt",
         "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
     ),
+    "bmt-hf": Package(
+        "bmt_hf",
+        "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with sharded training",
+        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf (in a clone of bmt), or, if"
+        ' your index has it: pip install "bmt-train[hf]"',
+    ),
     "bmt-kernels": Package(
         "bmt_kernels",
         "compiled kernels for CPU and CUDA, and the backend nccl-native; without them plain torch does the same, slower",

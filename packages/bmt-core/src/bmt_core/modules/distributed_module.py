@@ -209,13 +209,18 @@ _extended: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 def _make_class(mixin: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     # The class keeps the name of ``base``, which libraries compare and write into files; ``repr`` of a module shows the mixin.
     shown = f"{mixin.__name__}[{base.__dict__.get('_bmt_shown_as', base.__name__)}]"
-    own = {"_bmt_extends": (mixin, base), "_bmt_shown_as": shown, "_get_name": _shown_name}
+    own = {"_bmt_extends": (mixin, base), "_bmt_shown_as": shown, "__repr__": _repr_with_mixin}
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__, **own})
 
 
-def _shown_name(module: Any) -> str:
-    shown: str = type(module)._bmt_shown_as
-    return shown
+def _repr_with_mixin(module: Any) -> str:
+    kind: Any = type(module)
+    while "_bmt_extends" in kind.__dict__:
+        kind = kind.__dict__["_bmt_extends"][1]
+    text: str = kind.__repr__(module)
+    # Not by _get_name(), which nn.Module calls for this: libraries compare what it returns with names of classes.
+    name = module._get_name()
+    return f"{type(module)._bmt_shown_as}{text[len(name) :]}" if text.startswith(name) else text
 
 
 def extend(module: nn.Module, mixin: type[nn.Module]) -> None:

@@ -38,7 +38,8 @@ from bmt_core.torch_internals import (
 _INSTEAD = (
     " bmt shards the model and reduces its gradients itself: call the model as it is, and step by an OptimManager, or by a loop of"
     ' your own after init_distributed(gradients="mean"). Trainers that wrap the model themselves, such as Hugging Face\'s or'
-    " accelerate's prepare(), cannot train it: docs/hugging-face.md has their options as lines of a loop."
+    " accelerate's prepare(), cannot train it: use bmt_hf.Trainer in place of Hugging Face's; docs/hugging-face.md has this, and"
+    " their options as lines of a loop."
 )
 
 
