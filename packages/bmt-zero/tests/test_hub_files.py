@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("transformers", minversion="5.23", reason="older versions of transformers lack some of these models")
+pytest.importorskip(
+    "transformers", minversion="5.23", reason="older versions of transformers lack some of these models"
+)
 
 import torch
 from hf_models import WORDS, built
