@@ -208,6 +208,10 @@ def test_unknown_name_gets_the_nearest_known_one() -> None:
         bmtrain.init_distribute  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"^bmt.optim.OptimManger does not exist. Did you mean 'OptimManager'\?$"):
         bmtrain.optim.OptimManger  # type: ignore[attr-defined]
+    with pytest.raises(
+        AttributeError, match=r"^bmt.optim.Adam does not .* 'AdamOffloadOptimizer', 'AdamOptimizer', 'AdamW'\?$"
+    ):
+        bmtrain.optim.Adam  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"^bmt.qqq does not exist.$"):
         bmtrain.qqq  # type: ignore[attr-defined]
     assert not hasattr(bmtrain, "qqq")
