@@ -18,7 +18,7 @@ import bmtrain as bmt
 from bmt_core.testing import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "training.md"
-BEGINNING, SAVING, AVERAGING, AUTOCAST, SCHEDULERS = re.findall(
+BEGINNING, SAVING, MOVING, AVERAGING, AUTOCAST, SCHEDULERS = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE
 )
 
@@ -135,3 +135,18 @@ def test_the_training_that_is_saved_is_that_of_plain_torch(ranks: int, tmp_path:
             pass
     for found in run_ranks(results_of, ranks, SAVING, str(tmp_path), ("model",), init=None):
         torch.testing.assert_close(found["model"], dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_file_of_plain_torch_goes_on_as_in_plain_torch(ranks: int, tmp_path: Path) -> None:
+    plain = plain_names()
+    model, loss_of = plain["model"], plain["loss_of"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in steps(model, optimizer, loss_of, 5):
+        pass
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "plain.pt")
+    for _ in steps(model, optimizer, lambda model, step: loss_of(model, 5 + step), 3):
+        pass
+    for found in run_ranks(results_of, ranks, MOVING, str(tmp_path), ("model",), init=None):
+        torch.testing.assert_close(found["model"], dict(model.state_dict()))
+        assert found["lr"] == 3e-3

@@ -49,10 +49,18 @@ def assigned_setting() -> None:
     bmt.config.zero_size = 3
 
 
+def undecided_weight_decay() -> None:
+    bmt.optim.create("adam", nn.Linear(4, 4).parameters(), weight_decay=0.1)
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "gradients that are sums over 2 ranks": (step_of_sums, "optimizer.step()"),
     "step skipped": (skipped_step, "manager.step()"),
     "returned a list": (returned_list, "block(torch.ones(1, 4))"),
+    "adds it to their gradients": (
+        undecided_weight_decay,
+        'bmt.optim.create("adam", nn.Linear(4, 4).parameters(), weight_decay=0.1)',
+    ),
     "was assigned": (assigned_setting, "bmt.config.zero_size = 3"),
 }
 

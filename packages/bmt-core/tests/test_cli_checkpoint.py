@@ -34,7 +34,7 @@ def test_files_directories_and_trainings_are_inspected_verified_and_compared(tmp
         status, output = bmt("inspect", path)
         assert status == 0 and "tied to embedding" in output and "float8_e4m3fn" in output and "18 entries" in output
         assert ("step 7, saved by 1 rank(s), optimizer state: none" in output) == (path.name == "run")
-        assert bmt("verify", path) == (0, f"{path} is whole.\n")
+        assert bmt("verify", path) == (0, f"All of {path} was read, and agrees with what checksums it has.\n")
         holds_more = f"The models are equal. {path} also holds a training's state.\n"
         assert bmt("diff", paths[0], path) == (0, holds_more if path.name == "run" else "Equal.\n")
     data = bytearray(paths[1].read_bytes())

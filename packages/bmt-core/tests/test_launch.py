@@ -225,6 +225,36 @@ def test_processes_that_another_launcher_starts_train_together(launcher: str) ->
     assert "2 ranks (dp=2)" in results[0][1]
 
 
+ON_ANOTHER_HOST = """
+import os, socket
+host = "node" + os.environ["RANK"]
+socket.gethostname = lambda: host
+resolve = socket.getaddrinfo
+def of_hosts(name, *rest, **more):
+    if name == "node1":
+        raise socket.gaierror("unknown")
+    return resolve({"node0": "127.0.1.1"}.get(name, name), *rest, **more)
+socket.getaddrinfo = of_hosts
+"""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("has_interface", [False, True])
+def test_hosts_whose_names_lead_to_themselves_alone_are_named_on_every_rank(has_interface: bool) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo"} if has_interface else {}
+    results = run_as([{**environ, "RANK": str(rank)} for rank in range(2)], ON_ANOTHER_HOST + PROGRAM)
+    if has_interface:
+        assert all(status == 0 and "sum 3" in output for status, output in results), results
+        return
+    for status, output in results:
+        assert status == 1 and "ConfigError: The names of these hosts lead to themselves alone" in output
+        assert "node0 (127.0.1.1), node1 (no address: torch takes 127.0.0.1)" in output
+        assert "Set GLOO_SOCKET_IFNAME there to the network interface" in output
+
+
 @pytest.mark.ranks(2)
 def test_port_that_another_run_serves_is_named() -> None:
     with socket.create_server(("", 0)) as other:

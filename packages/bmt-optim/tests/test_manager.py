@@ -488,6 +488,43 @@ def test_what_is_no_optimizer_or_is_added_twice_is_refused() -> None:
         manager.add_optimizer("adam")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["torch", "bmt"])
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_scheduler_that_the_program_steps_too_is_warned_of_once(
+    kind: str, is_deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bmt_optim.manager._is_on_host", lambda flag: not is_deferred)
+    p = parameter()
+    optimizer = AdamOptimizer([p], lr=0.1)
+    of_torch = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scheduler: Any = of_torch if kind == "torch" else Linear(optimizer, 0.1, 0, 100)
+    manager = OptimManager(loss_scale=4)
+    manager.add_optimizer(optimizer, scheduler)
+
+    def step(gradient: float = 1.0) -> None:
+        p.grad = torch.full((3,), gradient)
+        manager.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        scheduler.step()  # to where a training goes on
+        for gradient in (1.0, math.inf, 1.0):
+            step(gradient)
+        state = manager.state_dict()
+        step()
+        manager.load_state_dict(state)
+        step()
+    scheduler.step()
+    with pytest.warns(UserWarning, match=rf"^{type(scheduler).__name__} has been stepped .* by the program") as caught:
+        step()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+        step()
+
+
 def test_a_scheduler_that_needs_a_metric_is_refused_before_any_step() -> None:
     optimizer, manager = AdamOptimizer([parameter()]), OptimManager()
     with pytest.raises(ConfigError, match=r"call scheduler\.step\(metrics\) yourself after manager\.step\(\)"):

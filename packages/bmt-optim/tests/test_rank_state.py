@@ -23,6 +23,22 @@ def test_an_optimizers_own_state_of_another_rank_is_refused(
     assert of_rank_1.startswith("The optimizer state is that of rank 0") and "this is rank 1" in of_rank_1
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whole_states_of_plain_torch_are_refused_with_the_way_to_load_them(run_ranks: Any, world_size: int) -> None:
+    for error in run_ranks(_load_whole_states, world_size):
+        assert error.startswith("The optimizer state has exp_avg of shape (4, 3) for parameter 0, a whole tensor")
+        assert "docs/training.md" in error and "scatter_state" in error
+
+
+def _load_whole_states() -> str:
+    plain, part = torch.nn.Parameter(torch.ones(4, 3)), DistributedParameter(torch.ones(4, 3))
+    state, optimizer = _stepped(torch.optim.AdamW, plain).state_dict(), torch.optim.AdamW([part])
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load_state_dict(state)
+    assert not optimizer.state
+    return str(caught.value)
+
+
 def _load_rank_0s_optimizer_state(kind: type[torch.optim.Optimizer], path: str) -> str | None:
     optimizer = _stepped(kind, DistributedParameter(torch.ones(4, 3)))
     state = optimizer.state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import sys
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -340,3 +341,11 @@ def test_attributes_of_other_wrappers_say_what_to_write() -> None:
         assert "write model in place of model.module" in module
         assert "with bmt.no_sync(model):" in no_sync and "with bmt.no_sync(model):" in fsdp
         assert made_up == "'Root' object has no attribute 'made_up'"
+
+
+def test_python_suggests_nothing_else_for_attributes_of_other_wrappers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AttributeError) as caught:
+        _ = DistributedModule().module
+    sys.__excepthook__(caught.type, caught.value, None)
+    # Python would add: Did you mean: 'modules'?
+    assert capsys.readouterr().err.endswith("write model in place of model.module.\n")

@@ -91,6 +91,7 @@ def test_a_function_and_an_old_module_of_one_name_are_both_found() -> None:
     ("statement", "internal"),
     [
         *((f"import {module}", module) for module in INTERNALS),
+        ("from bmtrain.block_layer import storage_type_cuda", "bmtrain.block_layer.storage_type_cuda"),
         ("from bmtrain import hook_func", "bmtrain.hook_func"),
         ("from bmtrain.nccl import enums", "bmtrain.nccl.enums"),
         ("from bmtrain.distributed.ops import OpAllGather", "bmtrain.distributed.ops.OpAllGather"),
@@ -102,6 +103,12 @@ def test_importing_an_internal_of_bmtrain_says_what_it_is(statement: str, intern
     name = internal.replace("bmtrain", "bmt")
     assert str(caught.value).startswith(f"{name} is an internal of BMTrain, and bmt has nothing like it.")
     assert "docs/migration.md" in str(caught.value)
+
+
+def test_block_layer_has_the_round_up_that_scripts_import_from_it() -> None:
+    names: dict[str, Any] = {}
+    exec("from bmtrain.block_layer import round_up", names)
+    assert names["round_up"] is bmtrain.utils.round_up
 
 
 def test_asking_for_an_internal_of_bmtrain_says_what_it_is() -> None:
@@ -201,6 +208,10 @@ def test_unknown_name_gets_the_nearest_known_one() -> None:
         bmtrain.init_distribute  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"^bmt.optim.OptimManger does not exist. Did you mean 'OptimManager'\?$"):
         bmtrain.optim.OptimManger  # type: ignore[attr-defined]
+    with pytest.raises(
+        AttributeError, match=r"^bmt.optim.Adam does not .* 'AdamOffloadOptimizer', 'AdamOptimizer', 'AdamW'\?$"
+    ):
+        bmtrain.optim.Adam  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"^bmt.qqq does not exist.$"):
         bmtrain.qqq  # type: ignore[attr-defined]
     assert not hasattr(bmtrain, "qqq")

@@ -41,6 +41,7 @@ from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.plain_gradients import PlainGradients
+from bmt_optim.scheduler_steps import SchedulerSteps
 from bmt_optim.state.logical_state import (
     Named,
     State,
@@ -120,6 +121,7 @@ class OptimManager:
         self._plain = PlainGradients()
         self._scaled_losses = _scaled_losses()  # of the run, before the gradients of this step
         self._loss_occasions = Occasions()
+        self._scheduler_steps = SchedulerSteps()
         # The flag of the last step, if nobody has read it, and the schedulers' steps before it.
         self._outcome: tuple[HostFlag, list[tuple[WarmupLRScheduler, int]]] | None = None
 
@@ -339,6 +341,7 @@ class OptimManager:
         for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
             if scheduler is not None:
                 scheduler.load_state_dict(saved)
+        self._scheduler_steps.forget()
         self._scale = scale
         self.skipped_steps = state_dict.get("skipped_steps", 0)
         self._forget_gradients()
@@ -448,7 +451,7 @@ class OptimManager:
         for optimizer, scheduler in zip(self._managed, self.lr_schedulers, strict=True):
             optimizer.step(scale=scale, found_inf=found_inf)
             if scheduler is not None:
-                scheduler.step()
+                self._scheduler_steps.step(scheduler)
 
     def _change_scale(self, change: Callable[[], None]) -> None:
         """Call ``change``. If it has changed the scale, tell the optimizers that have ``_on_justify_scale``."""

@@ -84,8 +84,10 @@ def _look_up(module: ModuleType, name: str) -> Any:
     if name not in names and _is_internal(module.__name__, name) and not name.startswith("__"):
         raise AttributeError(_about_internal(full_name), name=name, obj=module)
     if name not in names:
-        close = difflib.get_close_matches(name, [*names, *submodules(module.__name__)], n=1)
-        hint = f" Did you mean '{close[0]}'?" if close and not name.startswith("__") else ""
+        known = [*names, *submodules(module.__name__)]
+        # All that begin so: of Adam, AdamOptimizer and AdamW, which differ in weight decay, the nearest is but one.
+        close = sorted(each for each in known if each.startswith(name)) or difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {', '.join(map(repr, close[:4]))}?" if close and not name.startswith("__") else ""
         # Without ``obj``, with which Python would add a hint of its own to the traceback.
         raise AttributeError(f"{asked} does not exist.{hint}", name=name)
     value = resolve(names[name], asked)

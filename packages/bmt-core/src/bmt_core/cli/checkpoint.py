@@ -66,7 +66,7 @@ def inspect(path: Path) -> None:
 @checkpoint.command()
 @click.argument("path", type=_PATH)
 def verify(path: Path) -> None:
-    """Read all of PATH and compare its checksums. Exit status 1 if it is damaged."""
+    """Read all of PATH and compare its checksums, which files of other programs may lack. Exit status 1 if it is damaged."""
     training, folder = _training_of(path), _training_folder(path)
     with ExitStack() as opened:
         readers = [opened.enter_context(closing(_open(path)))]
@@ -80,7 +80,7 @@ def verify(path: Path) -> None:
             reader.verify(0, 1)
             for entry in _own_tensors(reader):
                 reader.read(entry.source)
-    click.echo(f"{path} is whole.")
+    click.echo(f"All of {path} was read, and agrees with what checksums it has.")
 
 
 @checkpoint.command()

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.comm.call_check import GroupCalls
+from bmt_core.comm.host_addresses import check_host_addresses
 from bmt_core.comm.protocols import AllOf, CommBackend, CommContext, Finished, Group, ReduceOp, Work
 from bmt_core.comm.rank_states import Call
 from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
@@ -255,6 +256,8 @@ class TorchBackend(CommBackend):
                 "torch.distributed is initialised already. Let init_distributed() do it: call it before TrainingArguments or an"
                 " Accelerator is made, because they do it too, and remove your init_process_group() call."
             )
+        assert context.store is not None
+        check_host_addresses(context.store, context.rank, context.world_size)
         dist.init_process_group(
             self._engines, store=context.store, rank=context.rank, world_size=context.world_size, timeout=self._timeout
         )

@@ -47,7 +47,8 @@ class DistributedModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError as error:
             if name in _OF_OTHER_WRAPPERS:
-                raise AttributeError(f"{error}. {_OF_OTHER_WRAPPERS[name]}") from None
+                # With a name and without ``obj``: Python would suggest another attribute.
+                raise AttributeError(f"{error}. {_OF_OTHER_WRAPPERS[name]}", name=name) from None
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:

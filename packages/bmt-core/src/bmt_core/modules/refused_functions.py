@@ -4,8 +4,9 @@
 rank's parts with those of rank 0. FSDP would shard the parts again. ``clip_grad_norm_`` would compute a different norm on every
 rank, and a ``GradScaler`` would skip a step on some ranks only. Rules of ``torch.nn.init`` that need rows and columns would see one
 dimension. Collectives of ``torch.distributed`` would combine other elements on every rank, and wait for ever where parts differ in
-size. An optimizer of torch would go on from the state of another rank's parts. None of these functions calls a method of the
-parameter that could raise, so the functions themselves are wrapped, from the start of a run to its end.
+size. An optimizer of torch would go on from the state of another rank's parts, or fail in its next step with whole states. None of
+these functions calls a method of the parameter that could raise, so the functions themselves are wrapped, from the start of a run
+to its end.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
     runtime.at_shutdown.append(before_collectives(_refuse_collectives))
     runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
-    runtime.at_shutdown.append(call_before(Optimizer, "load_state_dict", _refuse_state_of_other_rank))
+    runtime.at_shutdown.append(call_before(Optimizer, "load_state_dict", _refuse_state_of_others))
     for name in ("unscale_", "step"):
         runtime.at_shutdown.append(call_before(GradScaler, name, _refuse_scaler))
 
@@ -143,7 +144,8 @@ def _say_whose_parts(optimizer: Optimizer, state: dict[str, Any]) -> None:
         state.update(world_size=current().world_size, rank=current().rank)
 
 
-def _refuse_state_of_other_rank(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def _refuse_state_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    _refuse_whole_states(optimizer, state_dict)
     if not _has_parts(optimizer):
         return
     own = current().rank, current().world_size
@@ -154,6 +156,26 @@ def _refuse_state_of_other_rank(optimizer: Optimizer, state_dict: Mapping[str, A
             " an optimizer has the states of this rank's parts alone. Save by bmt.save_checkpoint(directory, model, manager), or"
             " OptimManager.state_dict(gather_opt=True), which hold whole states and load at any number of ranks."
         )
+
+
+def _refuse_whole_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in state_dict.get("param_groups", ()) for index in group["params"]]
+    # Not strict: torch refuses other numbers of parameters.
+    for number, (p, index) in enumerate(zip(parameters, indices, strict=False)):
+        for key, value in state_dict.get("state", {}).get(index, {}).items():
+            if _is_whole(p, value):
+                raise CheckpointError(
+                    f"The optimizer state has {key} of shape {tuple(value.shape)} for parameter {number}, a whole tensor, as plain"
+                    " torch saves it, and here parameters are flat parts. Load whole states by bmt_optim.scatter_state(manager,"
+                    " model.named_parameters(), states): docs/training.md has an example."
+                )
+
+
+def _is_whole(parameter: torch.Tensor, value: Any) -> bool:
+    if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor):
+        return False
+    return value.dim() > parameter.dim() and value.shape == parameter.whole_shape
 
 
 def _refuse_rules_of_shape(needs: str, tensor: torch.Tensor) -> None:

@@ -16,8 +16,6 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime
 from bmt_core.user_warnings import warn_user
 
-_USER = 4  # stacklevel that points a warning to the user's line, above torch's frames around an optimizer's step
-
 
 def warn_of_plain_loops(runtime: Runtime) -> None:
     """Warn once, on rank 0, if an optimizer's step uses gradients that differ from those of plain torch."""

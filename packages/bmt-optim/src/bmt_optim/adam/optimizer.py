@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
@@ -11,6 +10,7 @@ import torch
 
 from bmt_core.ops import HostFlag, read_master, write_master
 from bmt_core.run.runtime import rank
+from bmt_core.user_warnings import warn_user
 from bmt_optim.adam.parameter_state import (
     MASTER,
     REMAINDER,
@@ -255,13 +255,11 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         for group in self.param_groups:
             wide = [p.dtype for p in group["params"] if p.dtype not in (torch.float16, torch.bfloat16)]
             if group["weight_decay"] and group["decoupled_weight_decay"] is None and wide and rank() == 0:
-                warnings.warn(
+                warn_user(
                     f"{type(self).__name__} has weight_decay={group['weight_decay']} for {len(wide)} parameters of {wide[0]}, and"
                     " adds it to their gradients (L2), as torch.optim.Adam and BMTrain do. Only parameters of half types decay as"
                     " with AdamW. For AdamW in every type use bmt.optim.AdamW, or say decoupled_weight_decay=True; to keep L2, say"
-                    " decoupled_weight_decay=False.",
-                    UserWarning,
-                    stacklevel=3 if type(self).__init__ is AdamOptimizer.__init__ else 4,
+                    " decoupled_weight_decay=False."
                 )
                 return
 

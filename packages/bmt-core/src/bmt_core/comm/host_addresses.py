@@ -1,0 +1,51 @@
+"""``check_host_addresses``: whether other hosts can reach the addresses at which the ranks' gloo listens."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from bmt_core.errors import ConfigError
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> None:
+    """Raise :class:`ConfigError` on every rank if the ranks lie on several hosts and the name of one leads to itself alone.
+
+    Gloo listens at the address that its host's name stands for. On many Debian machines that is 127.0.1.1: ranks of other hosts
+    fail to connect after a while, or wait for minutes. A rank for which ``GLOO_SOCKET_IFNAME`` names an interface is not asked.
+    """
+    host = socket.gethostname()
+    hosts = _exchanged(store, "host", rank, world_size, host)
+    if len(set(hosts)) == 1:
+        return
+    found = _exchanged(store, "address", rank, world_size, None if INTERFACE in os.environ else _own_address(host))
+    unreachable = {host: found[place] for place, host in enumerate(hosts) if found[place] is not None}
+    if unreachable:
+        names = ", ".join(f"{host} ({address})" for host, address in unreachable.items())
+        raise ConfigError(
+            f"The names of these hosts lead to themselves alone, where other hosts cannot connect: {names}. Set {INTERFACE} there"
+            " to the network interface that the hosts share, such as eth0 (`ip -brief address` lists them), or take the name of"
+            " the host out of the lines of /etc/hosts that begin with 127."
+        )
+
+
+def _exchanged(store: dist.Store, what: str, rank: int, world_size: int, own: Any) -> list[Any]:
+    keys = [f"bmt-hosts/{what}/{other}" for other in range(world_size)]
+    store.set(keys[rank], json.dumps(own))
+    return [json.loads(found) for found in store.multi_get(keys)]
+
+
+def _own_address(host: str) -> str | None:
+    """Return where gloo would listen if no other host can connect there, else None."""
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return "no address: torch takes 127.0.0.1"
+    return address if ipaddress.ip_address(address.partition("%")[0]).is_loopback else None
