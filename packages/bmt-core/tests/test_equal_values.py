@@ -26,6 +26,7 @@ def of_all_dtypes() -> Named:
     values = torch.arange(24.0).view(2, 3, 4)
     alike = [(str(dtype), values.to(dtype)) for dtype in DTYPES]
     others = {"nan": torch.tensor(float("nan")), "one": torch.ones((), dtype=torch.float64)}
+    others |= {"conjugate": torch.tensor([1 + 2j]).conj(), "negative": torch.tensor([1 + 2j]).conj().imag}
     gaps = [("column", values[0, :, 1]), ("one of a column", torch.ones(1, 6).double()[:, 0])]
     return [*alike, *others.items(), ("none", torch.empty(0, 3)), *gaps, ("turned", torch.ones(3, 5).double().t())]
 

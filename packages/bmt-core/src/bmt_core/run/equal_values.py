@@ -36,7 +36,7 @@ def check_equal_values(named: Iterable[tuple[str, torch.Tensor]], group: Group, 
     :data:`DECLARE_LOCAL`. Collective, with one message for all tensors.
     """
     if group.size > 1:
-        check_equal_entries(_entries(named), group, advice)
+        check_equal_entries(_entries(named), group, advice, compares_names=True)
 
 
 class Entry(NamedTuple):
@@ -52,9 +52,10 @@ class Entry(NamedTuple):
     bits: int | None
 
 
-def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> None:
-    """See :func:`check_equal_values`."""
-    digest = hashlib.blake2b(repr(entries).encode(), digest_size=7).digest()
+def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str, *, compares_names: bool) -> None:
+    """See :func:`check_equal_values`. Without ``compares_names`` names are for errors only."""
+    compared = entries if compares_names else [(entry.name is None, *entry[1:]) for entry in entries]
+    digest = hashlib.blake2b(repr(compared).encode(), digest_size=7).digest()
     own = torch.tensor([int.from_bytes(digest, "big")], device="cpu")
     digests = torch.empty(group.size, dtype=own.dtype, device="cpu")
     group.all_gather(digests, own).wait()
@@ -62,7 +63,7 @@ def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> 
         of_ranks = all_gather_object(entries, group)
         for rank, others in zip(group.ranks, of_ranks, strict=True):
             for ours, theirs in zip_longest(of_ranks[0], others):
-                difference = _difference(ours, theirs, group.ranks[0], rank, advice)
+                difference = _difference(ours, theirs, group.ranks[0], rank, advice, compares_names)
                 if difference:
                     raise ConfigError(difference)
 
@@ -77,7 +78,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     >>> sum_of_bits(torch.tensor([1.0, 2.0])) == sum_of_bits(torch.tensor([2.0, 1.0]))
     tensor(False)
     """
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORDS[flat.element_size()])
@@ -118,15 +119,18 @@ def _stacked(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     return torch.stack([total for total in sums if total.device == device])
 
 
-def _difference(ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str) -> str:
+def _difference(
+    ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str, compares_names: bool
+) -> str:
     """Return how ``theirs``, of the rank ``other``, differs from ``ours``, of ``rank``; empty if it
     does not.
     """
     if ours == theirs or (ours is not None and ours.name is None) or (theirs is not None and theirs.name is None):
         return ""
-    if ours is None or theirs is None or ours[:3] != theirs[:3]:
+    first = 0 if compares_names else 1
+    if ours is None or theirs is None or ours[first:3] != theirs[first:3]:
         return f"Rank {rank} has {_described(ours)} where rank {other} has {_described(theirs)}. {DECLARE_LOCAL}"
-    if ours.bits is None or theirs.bits is None:
+    if ours.bits is None or theirs.bits is None or ours.bits == theirs.bits:
         return ""
     return f"{ours.name} has other values on rank {other} than on rank {rank}. {advice}"
 
