@@ -27,6 +27,13 @@ _CHUNK = 1 << 20  # elements; bounds the float64 copy to 8 MiB
 _OF_INTEGERS = 1e-12  # fingerprints of equal integers may be rounded differently
 NUMBERS = 3
 """How many numbers :func:`fingerprint` returns."""
+SAME_LOSS = (
+    "These ranks compute one model on the same data. A term of the loss that is computed from a"
+    " rank's own rows, inside of split layers, or the loss of another model on data of a rank's own,"
+    " must be averaged over these ranks first:"
+    " all_reduce(term, 'avg', comm=current().topology.group(axes)) is differentiable."
+)
+"""The advice of errors about losses that differ."""
 
 
 class Occasions:
