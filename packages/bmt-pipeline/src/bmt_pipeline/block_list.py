@@ -84,6 +84,7 @@ class PipelineTransformerBlockList(LayerList):
         self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
         self._layouts: dict[tuple[object, ...], Layouts] = {}
         self._steps = 0
+        self._computes_loss = False
         self._transfers: dict[tuple[tuple[int, int], ...], Transfers] = {}
         note_layers_on_stages()
         stages = [self.get_stage_by_layer_id(layer) for layer in range(len(members))]
@@ -122,13 +123,43 @@ class PipelineTransformerBlockList(LayerList):
             )
         return self._modules[str(number)]
 
+    def layers(self) -> list[nn.Module]:
+        """The layers of this stage, in order."""
+        self._refuse_in_loss()
+        return super().layers()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """See :meth:`nn.Module.named_modules`, which finds the layers of this stage; an error inside of the loss of a step."""
+        self._refuse_in_loss()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """See :meth:`named_modules`."""
+        self._refuse_in_loss()
+        return super().named_children()
+
+    @contextmanager
+    def computing_loss(self) -> Iterator[None]:
+        """Inside, a search for modules or parameters is an error: in a loss it would find some of the layers only."""
+        self._computes_loss = True
+        try:
+            yield
+        finally:
+            self._computes_loss = False
+
+    def _refuse_in_loss(self) -> None:
+        # In a forward a search is right where it looks for a device or a dtype.
+        if self._computes_loss:
+            self._refuse_in_step()
+
     def _refuse_in_step(self) -> None:
         if self.stages > 1 and is_call_under_way():
             raise ConfigError(
                 f"This list has the layers of {self.stages} stages, and those of stage {self.stage_id}, {self.layer_ids}, are not"
-                " enough to compute a model or its loss. Call the list instead of looping over it or indexing it. What layers"
-                " compute besides, such as an auxiliary loss, must be among their hidden states: return it as an output of the"
-                " layer, with num_hidden=2 and one value per row of the batch."
+                " enough to compute a model or its loss. Call the list instead of looping over it, indexing or searching it."
+                " What layers compute besides, such as an auxiliary loss, must be among their hidden states: return it as an output"
+                " of the layer, with num_hidden=2 and one value per row of the batch."
             )
 
     def get_range_by_stage_id(self, stage_id: int) -> list[int]:
