@@ -18,6 +18,7 @@ from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.params.parameter_holders import own_axes
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key
+from bmt_pipeline.batch_options import check_batch_options
 from bmt_pipeline.batch_rows import move_rows
 from bmt_pipeline.empty_stages import note_layers_on_stages
 from bmt_pipeline.layer_split import split_layers
@@ -74,6 +75,7 @@ class PipelineTransformerBlockList(LayerList):
         placement: str | Placement = Placement.LOOP,
     ) -> None:
         super().__init__(num_hidden)
+        check_batch_options(batch_dim, batch_related)
         members = list(modules)
         self.batch_dims = _batch_dims(batch_dim, members)
         self.batch_related = batch_related
@@ -225,6 +227,7 @@ class PipelineTransformerBlockList(LayerList):
         problem: Exception | None = None
         text = ""
         try:
+            check_batch_options(None, batch_related)
             arguments = Arguments(*self.split_arguments(args), kwargs)
             related = self.batch_related if batch_related is None else batch_related
             shape = BatchShape.of(arguments, self.stages, micro_batches, self.batch_dims[0], related)
