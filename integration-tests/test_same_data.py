@@ -100,11 +100,18 @@ def without_parallelize(wraps: bool) -> str:
     return said(lambda: model(*batch(0)).backward())
 
 
+def evaluated_without_parallelize() -> float:
+    model = BMTrainModelWrapper(plain(Model).requires_grad_(False))
+    return float(model(*batch(0)))
+
+
 def test_a_model_that_nobody_split_is_refused_when_it_is_wrapped_or_at_its_first_backward() -> None:
     for text in run_ranks(without_parallelize, 2, True, init=TP):
         assert text.startswith(
             "The 2 ranks along 'tp' see the same data, and no parameter of Model is split or declared"
         )
+        assert text.endswith("model.requires_grad_(False).")
+    assert run_ranks(evaluated_without_parallelize, 2, init=TP) == [float(plain(Model)(*batch(0)).detach())] * 2
     for text in run_ranks(without_parallelize, 2, False, init=TP):
         assert text.startswith("All 2 ranks along 'tp' have computed the same gradient of norm.weight of shape (8,).")
 
