@@ -175,12 +175,14 @@ def first_refused_step(is_whole: bool, dtype: torch.dtype, elements: int) -> int
     return 0
 
 
-def test_a_number_of_a_half_type_may_be_the_same_on_all_ranks_now_and_then() -> None:
+def test_a_number_may_be_the_same_on_all_ranks_now_and_then() -> None:
     for dtype in (torch.bfloat16, torch.half):
         assert run_ranks(first_refused_step, 2, False, dtype, 1, init=TP) == [0, 0]
         assert run_ranks(first_refused_step, 4, True, dtype, 7, init=TP) == [8] * 4
         assert run_ranks(first_refused_step, 2, False, dtype, 8, init=TP) == [1, 1]
-    assert run_ranks(first_refused_step, 2, False, torch.float32, 1, init=TP) == [1, 1]
+    assert run_ranks(first_refused_step, 2, True, torch.float32, 1, init=TP) == [2, 2]
+    assert run_ranks(first_refused_step, 2, False, torch.float32, 2, init=TP) == [1, 1]
+    assert run_ranks(first_refused_step, 2, False, torch.float64, 1, init=TP) == [1, 1]
 
 
 # ---- declarations that do not hold ----
