@@ -399,16 +399,22 @@ def test_other_labels_outside_of_a_model_are_refused_without_a_manager(form: str
 
 
 class WithAux(Model):
-    """Adds losses that its layers form to its loss."""
+    """Adds losses that its layers form from a rank's rows to its loss, and returns them, too."""
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    adds = True
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
         loss = super().forward(ids, labels)
-        return loss + sum(layer.aux for layer in self.layers)
+        aux: Any = sum(layer.aux for layer in self.layers)
+        return {"loss": loss + aux if self.adds else loss, "of this rank": aux.detach()}
 
 
 def a_loss_of_own_rows_inside() -> str:
-    model = BMTrainModelWrapper(parallelize(plain(WithAux), PLAN))
-    return said(lambda: model(*batch(0)).backward())
+    model: Any = BMTrainModelWrapper(parallelize(plain(WithAux), PLAN))
+    model.adds = False
+    model(*batch(0))["loss"].backward()
+    model.adds = True
+    return said(lambda: model(*batch(0)))
 
 
 def test_a_loss_of_a_ranks_own_rows_that_the_model_returns_is_refused_without_a_manager() -> None:

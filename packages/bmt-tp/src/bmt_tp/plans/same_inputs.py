@@ -24,7 +24,7 @@ OWN_DATA = (
 
 class TakesSameInputs(DistributedModule):
     """A class in front of a module's own, which compares the inputs of calls among the ranks along
-    ``tp``, as occasions come, and the numbers in what they return.
+    ``tp``, as occasions come, and losses in what they return.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,7 +36,8 @@ class TakesSameInputs(DistributedModule):
 
     @never_compiled
     def _bmt_compare_losses(self, output: Any) -> None:
-        losses = [tensor for tensor in tensors_in(output) if tensor.dim() == 0 and tensor.is_floating_point()]
+        # Not those without gradients: a rank may count or measure something of its own.
+        losses = [tensor for tensor in tensors_in(output) if tensor.dim() == 0 and tensor.requires_grad]
         if losses:
             named = [(f"loss {number}", loss) for number, loss in enumerate(losses)]
             what = f"losses that {type(self).__name__} returns"
