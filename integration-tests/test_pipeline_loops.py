@@ -129,7 +129,7 @@ def attempts() -> dict[str, str]:
         "losses in after_layers": lambda: stepped(Scheduled(with_losses_after)),
         "losses in loss_fn": lambda: loss_with_losses(Scheduled(lambda layers, x: x)),
         "modules": lambda: with_found_losses(lambda m: [x.aux for x in m.modules() if isinstance(x, Layer)]),
-        "children": lambda: with_found_losses(lambda m: [layer.aux for layer in m.layers.children()]),
+        "children": lambda: with_found_losses(lambda m: [layer.aux for _, layer in m.layers.named_children()]),
         "layers": lambda: with_found_losses(lambda m: [layer.aux for layer in m.layers.layers()]),
         "penalty": lambda: with_found_losses(lambda m: [p.square() for p in m.parameters()]),
     }

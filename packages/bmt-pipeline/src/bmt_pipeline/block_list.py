@@ -142,7 +142,7 @@ class PipelineTransformerBlockList(LayerList):
         return super().named_children()
 
     @contextmanager
-    def computing_loss(self) -> Iterator[None]:
+    def _computing_loss(self) -> Iterator[None]:
         """Inside, a search for modules or parameters is an error: in a loss it would find some of the layers only."""
         self._computes_loss = True
         try:

@@ -240,7 +240,7 @@ class _Step:
         if part < self.schedule.parts - 1:
             return Arguments(hidden, inputs.rest, inputs.kwargs)
         output = self.model.after_layers(*hidden)
-        with self.layers.computing_loss():
+        with self.layers._computing_loss():
             loss = self._loss_fn(output, self.batch.targets[micro_batch])
         return self._take_loss(loss, micro_batch)
 
