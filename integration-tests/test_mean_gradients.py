@@ -16,15 +16,17 @@ from pipeline_trainings import Piped, of_all_stages, on_grid
 from torch import nn
 from zero_models import Model, batch, full_gradient, my_part
 
+from bmt_core import init_parameters
 from bmt_core.modules.declared_locality import set_locality
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.locality import Locality
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import current, rank
 from bmt_core.settings import ReduceDtype
 from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_pipeline import train_step
+from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
 STEPS, MICRO_BATCHES = 2, 2
@@ -316,3 +318,27 @@ def test_a_loop_without_a_manager_is_warned_once(
     said, unsaid = run_ranks(warned_of, 2, gradients, scales, has_ordinary, init={"gradients": gradients})
     assert unsaid == [] and len(said) == bool(expected)
     assert all(part in text for text in said for part in expected)
+
+
+def warned_along_tp(has_own_rows: bool, manages: bool) -> list[str]:
+    """What is said in two steps of a loop with an ordinary norm beside a parallel layer, for rows of its own or for all rows."""
+    layer = ColumnParallelLinear(4, 4, gather_input=has_own_rows)
+    init_parameters(layer)
+    norm = nn.LayerNorm(4)
+    optimizer, manager = torch.optim.SGD([*layer.parameters(), *norm.parameters()], lr=0.1), OptimManager()
+    manager.add_optimizer(optimizer)
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank() if has_own_rows else 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss = layer(norm(rows)).square().mean()
+            (manager.scale_loss(loss) if manages else loss).backward()
+            manager.step() if manages else optimizer.step()
+    return [str(one.message) for one in caught]
+
+
+def test_ordinary_parameters_that_drift_apart_along_tp_are_warned_of_once() -> None:
+    said, unsaid = run_ranks(warned_along_tp, 2, True, False, init={"tp_size": 2})
+    assert unsaid == [] and len(said) == 1 and "2 of its parameters are ordinary" in said[0] and "sums" not in said[0]
+    for has_own_rows, manages in ((False, False), (True, True)):
+        assert run_ranks(warned_along_tp, 2, has_own_rows, manages, init={"tp_size": 2}) == [[], []]

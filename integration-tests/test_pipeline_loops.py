@@ -111,6 +111,12 @@ def loss_with_losses(model: Any) -> torch.Tensor:
     return stepped(model, lambda out, x: mean_square(out, x) + sum(layer.aux.mean() for layer in model.layers))
 
 
+def with_found_losses(find: Callable[[Any], Any]) -> torch.Tensor:
+    """Add what ``find`` finds in the model inside of the loss."""
+    model = Scheduled(lambda layers, x: x)
+    return stepped(model, lambda out, x: mean_square(out, x) + sum(one.sum() for one in find(model)))
+
+
 def attempts() -> dict[str, str]:
     """The error of each attempt, and the loss of an ordinary step after it."""
     tries: dict[str, Callable[[], Any]] = {
@@ -122,6 +128,10 @@ def attempts() -> dict[str, str]:
         "losses in forward": lambda: Sharded(with_losses)(drawn()),
         "losses in after_layers": lambda: stepped(Scheduled(with_losses_after)),
         "losses in loss_fn": lambda: loss_with_losses(Scheduled(lambda layers, x: x)),
+        "modules": lambda: with_found_losses(lambda m: [x.aux for x in m.modules() if isinstance(x, Layer)]),
+        "children": lambda: with_found_losses(lambda m: [layer.aux for _, layer in m.layers.named_children()]),
+        "layers": lambda: with_found_losses(lambda m: [layer.aux for layer in m.layers.layers()]),
+        "penalty": lambda: with_found_losses(lambda m: [p.square() for p in m.parameters()]),
     }
     found = {}
     for name, attempt in tries.items():

@@ -20,7 +20,7 @@ from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
 from bmt_tp import parallelize
-from bmt_zero import BMTrainModelWrapper
+from bmt_zero import Block, BMTrainModelWrapper
 
 
 class Llama(PipelineModel):
@@ -51,8 +51,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.roll(1, 1)
 
 
-def made(**options: Any) -> Any:
-    return BMTrainModelWrapper(Llama(parallelize(built("llama", num_hidden_layers=4)), **options))
+def made(blocks: bool = False, **options: Any) -> Any:
+    plain: Any = parallelize(built("llama", num_hidden_layers=4))
+    if blocks:
+        for number, layer in enumerate(plain.model.layers):
+            Block(layer, number % 2 == 0, number % 4, mode="PIPE")
+    model = BMTrainModelWrapper(Llama(plain, **options))
+    model.__dict__["plain"] = plain  # as a program does that goes on to use its name: layers of other stages stay, too
+    return model
 
 
 Found = tuple[float, dict[str, torch.Tensor]]
@@ -77,6 +83,7 @@ FORMS: list[tuple[str | None, int, dict[str, Any]]] = [
     (None, 4, {"batch_dim": (0, 1)}),
     (None, 2, {"chunks": 2}),
     ("1f1b", 2, {}),
+    ("zero-bubble", 4, {"blocks": True}),
 ]
 
 

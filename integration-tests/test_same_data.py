@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from same_data_models import FEATURES, PLAN, Classic, Model, Record, WithValue, batch, plain, trained, whole
+from same_data_models import FEATURES, PLAN, WORDS, Classic, Model, Record, WithValue, batch, plain, trained, whole
 from scratch_axes import SLICE, grid_with
 from torch import nn
 
 import bmt_core
-from bmt_core import Locality, set_locality
+from bmt_core import DistributedModule, Locality, set_locality
 from bmt_core.errors import ConfigError
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.nn import Linear
@@ -21,7 +21,7 @@ from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
 from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
-from bmt_tp import ColumnParallelLinear, VPEmbedding, allow_equal_rows, parallel_linear, parallelize
+from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding, allow_equal_rows, parallel_linear, parallelize
 from bmt_tp import whole as declared_whole
 from bmt_zero import Block, BMTrainModelWrapper
 
@@ -100,11 +100,18 @@ def without_parallelize(wraps: bool) -> str:
     return said(lambda: model(*batch(0)).backward())
 
 
+def evaluated_without_parallelize() -> float:
+    model = BMTrainModelWrapper(plain(Model).requires_grad_(False))
+    return float(model(*batch(0)))
+
+
 def test_a_model_that_nobody_split_is_refused_when_it_is_wrapped_or_at_its_first_backward() -> None:
     for text in run_ranks(without_parallelize, 2, True, init=TP):
         assert text.startswith(
             "The 2 ranks along 'tp' see the same data, and no parameter of Model is split or declared"
         )
+        assert text.endswith("model.requires_grad_(False).")
+    assert run_ranks(evaluated_without_parallelize, 2, init=TP) == [float(plain(Model)(*batch(0)).detach())] * 2
     for text in run_ranks(without_parallelize, 2, False, init=TP):
         assert text.startswith("All 2 ranks along 'tp' have computed the same gradient of norm.weight of shape (8,).")
 
@@ -168,12 +175,14 @@ def first_refused_step(is_whole: bool, dtype: torch.dtype, elements: int) -> int
     return 0
 
 
-def test_a_number_of_a_half_type_may_be_the_same_on_all_ranks_now_and_then() -> None:
+def test_a_number_may_be_the_same_on_all_ranks_now_and_then() -> None:
     for dtype in (torch.bfloat16, torch.half):
         assert run_ranks(first_refused_step, 2, False, dtype, 1, init=TP) == [0, 0]
         assert run_ranks(first_refused_step, 4, True, dtype, 7, init=TP) == [8] * 4
         assert run_ranks(first_refused_step, 2, False, dtype, 8, init=TP) == [1, 1]
-    assert run_ranks(first_refused_step, 2, False, torch.float32, 1, init=TP) == [1, 1]
+    assert run_ranks(first_refused_step, 2, True, torch.float32, 1, init=TP) == [2, 2]
+    assert run_ranks(first_refused_step, 2, False, torch.float32, 2, init=TP) == [1, 1]
+    assert run_ranks(first_refused_step, 2, False, torch.float64, 1, init=TP) == [1, 1]
 
 
 # ---- declarations that do not hold ----
@@ -326,6 +335,106 @@ def test_ranks_along_tp_that_get_other_inputs_are_told_which(which: str, name: s
     for text in run_ranks(other_inputs, 2, which, init=TP):
         assert f"Ranks 0, 1 must have the same inputs of Model, and the values of {name} differ on rank 1" in text
         assert "topology.data_rank" in text
+
+
+class Words(DistributedModule):
+    """A model that returns the logits of all words, on every rank along ``tp``; its head may be split by a sum."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.table = VPEmbedding(WORDS, FEATURES, dtype=torch.float32)
+        self.up, self.down = ColumnParallelLinear(FEATURES, 4 * FEATURES), RowParallelLinear(4 * FEATURES, FEATURES)
+        if form == "all-reduced":
+            self.head: nn.Module = RowParallelLinear(FEATURES, WORDS, split_input=True, all_reduce_output=True)
+        else:
+            self.head = ColumnParallelLinear(FEATURES, WORDS, gather_output=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        own = ids.chunk(current().topology.axis_size("tp"))[current().topology.axis_rank("tp")]
+        x = self.table(own)
+        logits: torch.Tensor = self.head(x + self.down(torch.relu(self.up(x))))
+        return logits
+
+
+class Logits(Model):
+    """Takes no labels."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits: torch.Tensor = self.head(self.hidden(ids))
+        return logits
+
+
+def labels_outside(form: str, are_same: bool, compiles: bool) -> str:
+    """Backward in plain torch, of a loss that is computed outside of the model."""
+    if form == "plan":
+        model: nn.Module = parallelize(plain(Logits), PLAN)
+        for block in [*model.layers, model.head]:  # type: ignore[union-attr]
+            Block(block, compile=compiles)
+    else:
+        bmt_core.init_parameters(model := Words(form))
+        for block in model.children():
+            Block(block, compile=compiles)
+    ids, labels = (x.t() if form != "plan" else x for x in batch(0))
+    labels = labels if are_same else labels.roll(rank(), 0)
+    for step in range(3):
+        # Other labels are found in the first step, and if they come later, in a later one.
+        try:
+            nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten()).backward()
+        except ConfigError as error:
+            assert step == 0
+            return str(error)
+    return ""
+
+
+FORMS = ["plan", "gathered", "all-reduced"]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_labels_outside_of_a_model_are_refused_without_a_manager(form: str, compiles: bool) -> None:
+    for size in (2,) if compiles else (2, 4):
+        for text in run_ranks(labels_outside, size, form, False, compiles, init={"tp_size": size}):
+            assert "have computed different gradients of the output" in text and "topology.data_rank" in text, text
+        assert run_ranks(labels_outside, size, form, True, compiles, init={"tp_size": size}) == [""] * size
+
+
+class WithAux(Model):
+    """Adds losses that its layers form from a rank's rows to its loss, and returns them, too."""
+
+    adds = True
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        loss = super().forward(ids, labels)
+        aux: Any = sum(layer.aux for layer in self.layers)
+        return {"loss": loss + aux if self.adds else loss, "of this rank": aux.detach()}
+
+
+def a_loss_of_own_rows_inside() -> str:
+    model: Any = BMTrainModelWrapper(parallelize(plain(WithAux), PLAN))
+    model.adds = False
+    model(*batch(0))["loss"].backward()
+    model.adds = True
+    return said(lambda: model(*batch(0)))
+
+
+def test_a_loss_of_a_ranks_own_rows_that_the_model_returns_is_refused_without_a_manager() -> None:
+    for text in run_ranks(a_loss_of_own_rows_inside, 2, init=TP):
+        assert "must have the same losses that WithAux returns" in text and "all_reduce(term, 'avg'" in text
+
+
+def the_same_half_twice() -> Record:
+    """A sequence whose halves, one on each rank, are equal, in a model that a plan has cut."""
+    model = plain(Model)
+    ids = batch(0)[0].chunk(2, dim=1)[0].repeat(1, 2)
+    if bmt_core.is_initialized():
+        BMTrainModelWrapper(parallelize(model, PLAN))
+    model(ids, ids).backward()
+    return {name: whole(p, p.grad) for name, p in model.named_parameters()}
+
+
+def test_a_planned_model_trains_on_a_sequence_that_repeats_itself() -> None:
+    for found in run_ranks(the_same_half_twice, 2, init=TP):
+        assert_equal(found, the_same_half_twice())
 
 
 def a_head_of_another_seed() -> str:

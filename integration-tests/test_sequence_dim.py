@@ -77,7 +77,7 @@ class FeedForward(DistributedModule):
 class Model(DistributedModule):
     """As BMTrain's GPT: ids (batch, sequence) of which a rank takes its positions, to logits of its part of the vocabulary."""
 
-    def __init__(self, is_parallel: bool) -> None:
+    def __init__(self, is_parallel: bool, compiles: bool = False) -> None:
         super().__init__()
         self.is_parallel = is_parallel
         self.table: nn.Module = (
@@ -86,7 +86,7 @@ class Model(DistributedModule):
         self.layers = nn.ModuleList([kind(is_parallel) for _ in range(2) for kind in (Attention, FeedForward)])
         if is_parallel:
             for layer in self.layers:
-                Block(layer)
+                Block(layer, not compiles, compile=compiles)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.is_parallel:
@@ -105,17 +105,19 @@ def values() -> Record:
     return {name: torch.randn(p.shape, generator=generator) * 0.4 for name, p in model.named_parameters()}
 
 
-def trained(batch: int, initial: Record) -> Record:
-    """Losses and parameters; each rank along tp sees the same sequences."""
+def trained(batch: int, initial: Record, compiles: bool = False) -> Record:
+    """Losses and parameters; each rank along tp sees the same sequences. Sizes change from step to step."""
     is_parallel = bmt_core.is_initialized()
-    model = Model(is_parallel)
+    model = Model(is_parallel, compiles)
     model.load_state_dict(initial)
     loss_of: nn.Module = FusedCrossEntropy(parallel=True) if is_parallel else nn.CrossEntropyLoss()
     manager = OptimManager()
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     record: Record = {}
     for step in range(STEPS):
-        data = torch.randint(WORDS, (batch, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
+        data = torch.randint(
+            WORDS, (batch + step % 2, SEQUENCE * (1 + step % 2) + 1), generator=torch.Generator().manual_seed(step)
+        )
         manager.zero_grad()
         logits = model(data[:, :-1])
         loss = loss_of(logits.flatten(0, 1), data[:, 1:].flatten())
@@ -136,6 +138,14 @@ def test_batch_first_activations_train_as_in_plain_torch(batch: int, settings: A
             torch.testing.assert_close(
                 found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+
+def test_compiled_layers_train_on_batch_first_activations_as_in_plain_torch() -> None:
+    initial = values()
+    expected = trained(3, initial)
+    for found in run_ranks(trained, 2, 3, initial, True, init={"tp_size": 2, "sequence_dim": 1}, timeout=300):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 def rows_of_one_sequence(initial: Record) -> tuple[torch.Tensor, list[str]]:

@@ -11,6 +11,7 @@ from counting import Counting
 from bmt_core.errors import ConfigError
 from bmt_core.run.equal_values import check_equal_values, sum_of_bits
 from bmt_core.run.runtime import current, rank
+from bmt_core.run.same_data import fingerprint
 from bmt_core.testing import run_ranks
 
 Named = list[tuple[str, torch.Tensor]]
@@ -26,6 +27,7 @@ def of_all_dtypes() -> Named:
     values = torch.arange(24.0).view(2, 3, 4)
     alike = [(str(dtype), values.to(dtype)) for dtype in DTYPES]
     others = {"nan": torch.tensor(float("nan")), "one": torch.ones((), dtype=torch.float64)}
+    others |= {"conjugate": torch.tensor([1 + 2j]).conj(), "negative": torch.tensor([1 + 2j]).conj().imag}
     gaps = [("column", values[0, :, 1]), ("one of a column", torch.ones(1, 6).double()[:, 0])]
     return [*alike, *others.items(), ("none", torch.empty(0, 3)), *gaps, ("turned", torch.ones(3, 5).double().t())]
 
@@ -105,11 +107,39 @@ def test_all_ranks_name_the_first_tensor_that_differs(ranks: int) -> None:
 
 
 def test_a_sum_of_bits_depends_on_every_bit_and_on_the_order_beyond_one_piece() -> None:
-    long = torch.zeros((1 << 20) + 3, dtype=torch.uint8)
+    piece = 4 << 15  # bytes
+    long = torch.zeros(3 * piece + 3, dtype=torch.uint8)
     sums = {int(sum_of_bits(long))}
-    for place in (0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 2):
+    places = (0, 1, 7, piece - 1, piece, 2 * piece, 3 * piece - 1, 3 * piece, 3 * piece + 2)
+    for place in places:
         for bit in range(8):
             long[place] = 1 << bit
             sums.add(int(sum_of_bits(long)))
         long[place] = 0
-    assert len(sums) == 1 + 5 * 8
+    assert len(sums) == 1 + len(places) * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_of_bits_differs_for_signs_and_values_that_are_exchanged(dtype: torch.dtype) -> None:
+    values = torch.randn(100_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums = {int(sum_of_bits(values))}
+    for one, other in ((0, 1), (0, 2), (0, 32768), (32768, 65536), (5, 100_000)):
+        turned, exchanged = values.clone(), values.clone()
+        turned[[one, other]] *= -1
+        exchanged[[one, other]] = values[[other, one]]
+        sums |= {int(sum_of_bits(turned)), int(sum_of_bits(exchanged)), int(sum_of_bits(-turned))}
+    assert len(sums) == 1 + 5 * 3
+    for start in range(5):  # wherever a tensor lies in memory
+        assert sum_of_bits(values[start:]) == sum_of_bits(values[start:].clone())
+
+
+def numbers_under(device: str) -> list[float]:
+    """What stands for tensors while the program has set a default device."""
+    x = torch.arange(5.0)
+    with torch.device(device):
+        return [float(sum_of_bits(x)), *fingerprint(x).tolist()]
+
+
+def test_numbers_that_stand_for_tensors_do_not_depend_on_the_default_device() -> None:
+    (found,), (expected,) = (run_ranks(numbers_under, 1, device) for device in ("meta", "cpu"))
+    assert found == expected

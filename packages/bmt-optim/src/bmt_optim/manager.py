@@ -33,7 +33,7 @@ from bmt_core.params.elementwise import check_elementwise
 from bmt_core.params.ndim_groups import check_groups_by_ndim
 from bmt_core.params.parameter import reduce_held_back
 from bmt_core.run.runtime import current, is_initialized, rank
-from bmt_core.run.same_data import Occasions, check_same
+from bmt_core.run.same_data import SAME_LOSS, Occasions, check_same
 from bmt_core.user_warnings import warn_user
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
@@ -56,12 +56,6 @@ from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_s
 from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
 
 NonFinite = Literal["skip", "raise", "ignore"]
-_SAME_LOSS = (
-    "These ranks compute one model on the same data. A term of the loss that is computed from a"
-    " rank's own rows, inside of split layers, or the loss of another model on data of a rank's own,"
-    " must be averaged over these ranks first:"
-    " all_reduce(term, 'avg', comm=current().topology.group(axes)) is differentiable."
-)
 logger = logging.getLogger("bmt_optim")
 
 
@@ -400,7 +394,7 @@ class OptimManager:
         run = current()
         if run.same_loss_axes and self._loss_occasions.has_come():
             group = run.topology.group(run.same_loss_axes)
-            check_same([("loss", loss)], group, tolerance=1e-6, what="loss", advice=_SAME_LOSS)
+            check_same([("loss", loss)], group, tolerance=1e-6, what="loss", advice=SAME_LOSS)
 
     def _all_parameters(self) -> list[torch.nn.Parameter]:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]

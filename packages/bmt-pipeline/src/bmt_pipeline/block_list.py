@@ -18,6 +18,7 @@ from bmt_core.params.parameter import DistributedParameter, local_along
 from bmt_core.params.parameter_holders import own_axes
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key
+from bmt_pipeline.batch_options import check_batch_options
 from bmt_pipeline.batch_rows import move_rows
 from bmt_pipeline.empty_stages import note_layers_on_stages
 from bmt_pipeline.layer_split import split_layers
@@ -74,6 +75,7 @@ class PipelineTransformerBlockList(LayerList):
         placement: str | Placement = Placement.LOOP,
     ) -> None:
         super().__init__(num_hidden)
+        check_batch_options(batch_dim, batch_related)
         members = list(modules)
         self.batch_dims = _batch_dims(batch_dim, members)
         self.batch_related = batch_related
@@ -84,6 +86,7 @@ class PipelineTransformerBlockList(LayerList):
         self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
         self._layouts: dict[tuple[object, ...], Layouts] = {}
         self._steps = 0
+        self._computes_loss = False
         self._transfers: dict[tuple[tuple[int, int], ...], Transfers] = {}
         note_layers_on_stages()
         stages = [self.get_stage_by_layer_id(layer) for layer in range(len(members))]
@@ -122,13 +125,43 @@ class PipelineTransformerBlockList(LayerList):
             )
         return self._modules[str(number)]
 
+    def layers(self) -> list[nn.Module]:
+        """The layers of this stage, in order."""
+        self._refuse_in_loss()
+        return super().layers()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """See :meth:`nn.Module.named_modules`, which finds the layers of this stage; an error inside of the loss of a step."""
+        self._refuse_in_loss()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """See :meth:`named_modules`."""
+        self._refuse_in_loss()
+        return super().named_children()
+
+    @contextmanager
+    def _computing_loss(self) -> Iterator[None]:
+        """Inside, a search for modules or parameters is an error: in a loss it would find some of the layers only."""
+        self._computes_loss = True
+        try:
+            yield
+        finally:
+            self._computes_loss = False
+
+    def _refuse_in_loss(self) -> None:
+        # In a forward a search is right where it looks for a device or a dtype.
+        if self._computes_loss:
+            self._refuse_in_step()
+
     def _refuse_in_step(self) -> None:
         if self.stages > 1 and is_call_under_way():
             raise ConfigError(
                 f"This list has the layers of {self.stages} stages, and those of stage {self.stage_id}, {self.layer_ids}, are not"
-                " enough to compute a model or its loss. Call the list instead of looping over it or indexing it. What layers"
-                " compute besides, such as an auxiliary loss, must be among their hidden states: return it as an output of the"
-                " layer, with num_hidden=2 and one value per row of the batch."
+                " enough to compute a model or its loss. Call the list instead of looping over it, indexing or searching it."
+                " What layers compute besides, such as an auxiliary loss, must be among their hidden states: return it as an output"
+                " of the layer, with num_hidden=2 and one value per row of the batch."
             )
 
     def get_range_by_stage_id(self, stage_id: int) -> list[int]:
@@ -194,6 +227,7 @@ class PipelineTransformerBlockList(LayerList):
         problem: Exception | None = None
         text = ""
         try:
+            check_batch_options(None, batch_related)
             arguments = Arguments(*self.split_arguments(args), kwargs)
             related = self.batch_related if batch_related is None else batch_related
             shape = BatchShape.of(arguments, self.stages, micro_batches, self.batch_dims[0], related)

@@ -13,6 +13,7 @@ from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.run.equal_values import sum_of_bits
+from bmt_pipeline.batch_options import check_batch_options
 from bmt_pipeline.payload import Layout, as_tuple, shapes_in
 from bmt_pipeline.wait_errors import waiting_for_all
 
@@ -44,6 +45,7 @@ class StepBatch:
     def __init__(
         self, batch: Any, dims: BatchDims, micro_batches: int, *, reads_inputs: bool, reads_targets: bool
     ) -> None:
+        check_batch_options(dims.batch_dim, dims.batch_related)
         self._passed = (None, None) if batch is None else _as_pair(batch)
         inputs, targets = self._passed
         self.inputs: list[tuple[Any, ...]] = []

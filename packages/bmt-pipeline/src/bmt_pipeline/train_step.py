@@ -239,7 +239,9 @@ class _Step:
         hidden = run_layers(blocks, inputs.hidden, inputs.rest, inputs.kwargs)
         if part < self.schedule.parts - 1:
             return Arguments(hidden, inputs.rest, inputs.kwargs)
-        loss = self._loss_fn(self.model.after_layers(*hidden), self.batch.targets[micro_batch])
+        output = self.model.after_layers(*hidden)
+        with self.layers._computing_loss():
+            loss = self._loss_fn(output, self.batch.targets[micro_batch])
         return self._take_loss(loss, micro_batch)
 
     def _take_loss(self, loss: Any, micro_batch: int) -> torch.Tensor:

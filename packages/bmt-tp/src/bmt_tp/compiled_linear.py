@@ -13,12 +13,14 @@ import torch
 
 from bmt_core.modules.layer_gradients import running_backward
 from bmt_tp.linear_products import column_backward, column_forward, row_backward, row_forward, rows_of_bias
+from bmt_tp.row_comparison import is_time_to_compare
 from bmt_tp.tensor_group import tensor_ranks
 
 _library = torch.library.Library("bmt_tp", "DEF")  # type: ignore[no-untyped-call]
 _FORWARD = "(Tensor input, Tensor weight, Tensor? bias, bool option, int? chunks) -> Tensor"
 _BACKWARD = (
-    "(Tensor grad, Tensor input, Tensor weight, bool option, int? chunks, bool for_input, bool for_weight)"
+    "(Tensor grad, Tensor input, Tensor weight, bool option, int? chunks, bool for_input, bool for_weight,"
+    " bool may_compare)"
     " -> (Tensor, Tensor)"
 )
 
@@ -35,8 +37,10 @@ class CompiledLinear(torch.autograd.Function):
         column: bool,
         option: bool,
         chunks: int | None,
+        may_compare: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
+        ctx.may_compare = may_compare
         ctx.column, ctx.option, ctx.chunks, ctx.has_bias = column, option, chunks, bias is not None
         operators = torch.ops.bmt_tp
         operator = operators.column_forward if column else operators.row_forward
@@ -49,11 +53,12 @@ class CompiledLinear(torch.autograd.Function):
         operators = torch.ops.bmt_tp
         operator = operators.column_backward if ctx.column else operators.row_backward
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        of_input, of_weight = operator(grads[0], input, weight, ctx.option, ctx.chunks, for_input, for_weight)
+        wanted = for_input, for_weight, ctx.may_compare
+        of_input, of_weight = operator(grads[0], input, weight, ctx.option, ctx.chunks, *wanted)
         of_bias = None
         if for_bias and ctx.has_bias:  # outside the operator: it needs no communication, so the compiler can fuse it
             of_bias = rows_of_bias(grads[0], column=ctx.column, scattered=ctx.option).sum(0)
-        return of_input if for_input else None, of_weight if for_weight else None, of_bias, None, None, None
+        return of_input if for_input else None, of_weight if for_weight else None, of_bias, None, None, None, None
 
 
 def _register() -> None:
@@ -99,10 +104,19 @@ def _complete(backward: Any) -> Any:
     """
 
     def complete(
-        grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, option: bool, chunks: int | None, *wanted: bool
+        grad: torch.Tensor,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        option: bool,
+        chunks: int | None,
+        for_input: bool,
+        for_weight: bool,
+        may_compare: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        compares = may_compare and is_time_to_compare(None)  # no layer counts its calls here
+        wanted = for_input, for_weight, False
         writer = _PlacedGradients(weight)
-        of_input, of_weight, _ = backward(grad, input, weight, option, chunks, (*wanted, False), writer)
+        of_input, of_weight, _ = backward(grad, input, weight, option, chunks, wanted, compares, writer)
         return (
             grad.new_empty(0) if of_input is None else of_input,
             grad.new_empty(0) if of_weight is None else of_weight,
@@ -129,6 +143,7 @@ def _fake_backward(
     chunks: int | None,
     for_input: bool,
     for_weight: bool,
+    may_compare: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return input.new_empty(input.shape if for_input else (0,)), input.new_empty(weight.shape if for_weight else (0,))
 

@@ -11,24 +11,34 @@ from torch.autograd.function import once_differentiable
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
 from bmt_core.run.locality import Locality
+from bmt_core.torch_internals import never_compiled
+from bmt_tp.row_comparison import check_same_gradient, is_time_to_compare
 from bmt_tp.tensor_group import AXIS
 
 
-def gather_features(x: torch.Tensor, group: Group, sections: Sequence[int] = ()) -> torch.Tensor:
+@never_compiled
+def gather_features(
+    x: torch.Tensor, group: Group, sections: Sequence[int] = (), *, compares: bool | None
+) -> torch.Tensor:
     """Gather the features (..., F/W) of all ranks into (..., F). Backward keeps this rank's slice of the gradient. Collective.
 
-    ``sections``: how the features are split, see :class:`Locality`. Volume: (W - 1)/W of the result.
+    ``sections``: how the features are split, see :class:`Locality`. ``compares``: backward makes sure that all ranks have the same
+    gradient; None: if the time has come. Volume: (W - 1)/W of the result.
     """
-    gathered: torch.Tensor = _GatherFeatures.apply(x, group, _cut(x, sections))  # type: ignore[no-untyped-call]
+    if compares is None:
+        compares = is_time_to_compare(None)
+    gathered: torch.Tensor = _GatherFeatures.apply(x, group, _cut(x, sections), compares)  # type: ignore[no-untyped-call]
     return gathered
 
 
+@never_compiled
 def own_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return this rank's slice (..., F/W) of features (..., F) that all ranks have. Backward gathers gradients: a collective."""
     own: torch.Tensor = _OwnFeatures.apply(x, group, _cut(x, ()))  # type: ignore[no-untyped-call]
     return own
 
 
+@never_compiled
 def rows_to_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Exchange this rank's rows with all features (T/W, ..., F) for all rows with its features (T, ..., F/W). Collective.
 
@@ -40,14 +50,16 @@ def rows_to_features(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, place: Locality) -> torch.Tensor:
-        ctx.group, ctx.place = group, place
+    def forward(ctx: Any, x: torch.Tensor, group: Group, place: Locality, compares: bool) -> torch.Tensor:
+        ctx.group, ctx.place, ctx.compares = group, place, compares
         return place.join(gather_stacked(x, group).unbind(0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.place.cut(grads[0], ctx.group.rank, ctx.group.size), None, None
+        if ctx.compares:
+            check_same_gradient(grads[0], "a column-parallel layer")
+        return ctx.place.cut(grads[0], ctx.group.rank, ctx.group.size), None, None, None
 
 
 class _OwnFeatures(torch.autograd.Function):

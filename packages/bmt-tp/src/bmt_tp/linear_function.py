@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from bmt_core.errors import ConfigError
@@ -67,7 +69,9 @@ def parallel_linear(
     reduce_output_type: ReduceType | int | None = None,
     chunks: int | None = None,
     gradients: LayerGradients | None = None,
+    sections: Sequence[int] = (),
     occasions: Occasions | None = None,
+    compares: bool = True,
     sequence_dim: int = 0,
 ) -> torch.Tensor:
     """Return ``input weightᵀ + bias``, where each rank of the group has a slice of the weight.
@@ -77,7 +81,7 @@ def parallel_linear(
 
     - By default all ranks pass the same ``input`` (T, ..., I), and each gets (T, ..., O/W).
     - With ``gather_input`` each rank passes its rows (T/W, ..., I).
-    - With ``gather_output`` every rank gets all features, (T, ..., O).
+    - With ``gather_output`` every rank gets all features, (T, ..., O); ``sections`` says how they are split, see :class:`Locality`.
 
     With ``reduce_output_type`` the weight is split by its input features: ``weight`` is (O, I/W), and ``bias`` (O,) is the same on
     all ranks.
@@ -103,7 +107,8 @@ def parallel_linear(
     (batch, sequence / W, features).
 
     ``gradients`` is the ``layer_gradients`` that a Block has set on the layer of this weight and bias. ``occasions`` is the layer's
-    count of :func:`bmt_tp.row_comparison.is_time_to_compare`.
+    count of :func:`bmt_tp.row_comparison.is_time_to_compare`. ``compares`` is False for layers of a plan, which cuts the rows
+    itself: rows of ranks may rightly be equal then.
 
     Raises ``ValueError`` for shapes or dtypes that do not fit and :class:`ConfigError` for options that contradict each other.
     Both are the same on all ranks, so all ranks raise, before anything is communicated.
@@ -127,15 +132,18 @@ def parallel_linear(
             reduce_output_type=reduce_output_type,
             chunks=chunks,
             gradients=gradients,
+            sections=sections,
             occasions=occasions,
+            compares=compares,
         )
         return output.transpose(0, 1)
+    # In compiled code it is decided when that runs: None.
+    is_time = compares and torch.is_grad_enabled() and (None if is_compiling() else is_time_to_compare(occasions))
     if reduce_output_type is None:
-        output = _applied(True, input, weight, bias, gather_input, chunks, gradients, occasions)
-        return gather_features(output, ranks.group) if gather_output else output
+        output = _applied(True, input, weight, bias, gather_input, chunks, gradients, is_time)
+        return gather_features(output, ranks.group, sections, compares=is_time) if gather_output else output
     if split_input:
-        trains = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if gather_input and trains and is_time_to_compare(occasions):
+        if gather_input and is_time:
             check_own_rows(input, "a row-parallel layer")
         input = rows_to_features(input, ranks.group) if gather_input else own_features(input, ranks.group)
     if scattered and input.shape[0] % ranks.size:
@@ -143,7 +151,7 @@ def parallel_linear(
             f"The output has {len(input)} rows, which cannot be scattered evenly over {ranks.size} ranks."
             f" Pad them to {-(-len(input) // ranks.size) * ranks.size}, or use ReduceType.ALL_REDUCE."
         )
-    return _applied(False, input, weight, bias, scattered, chunks, gradients, None)
+    return _applied(False, input, weight, bias, scattered, chunks, gradients, is_time)
 
 
 def sequence_first(x: torch.Tensor, least_dims: int = 3) -> torch.Tensor:
@@ -164,16 +172,16 @@ def _applied(
     option: bool,
     chunks: int | None,
     gradients: LayerGradients | None,
-    occasions: Occasions | None,
+    compares: bool | None,
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        compiled: torch.Tensor = CompiledLinear.apply(input, weight, bias, column, option, chunks)  # type: ignore[no-untyped-call]
+    if is_compiling():
+        arguments = input, weight, bias, column, option, chunks, compares is None
+        compiled: torch.Tensor = CompiledLinear.apply(*arguments)  # type: ignore[no-untyped-call]
         return compiled
     writer = None if gradients is None else gradients.writer(input, weight, bias)
     if writer is not None:
         writer.begin_forward(input)
-    compares_rows = column and torch.is_grad_enabled() and is_time_to_compare(occasions)
-    call = _Call(column, option, chunks, writer, compares_rows)
+    call = _Call(column, option, chunks, writer, bool(compares))
     output: torch.Tensor = _ParallelLinear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call]
     if writer is not None:
         writer.end_forward()
@@ -184,14 +192,14 @@ class _Call(NamedTuple):
     """The arguments of :class:`_ParallelLinear` that are not tensors.
 
     With ``column`` the weight is split by its output features, and ``option`` is ``gather_input``; otherwise it is split by its
-    input features, and ``option`` says whether the output is scattered.
+    input features, and ``option`` says whether the output is scattered. ``compares``: backward compares what ranks have.
     """
 
     column: bool
     option: bool
     chunks: int | None
     writer: GradientWriter | None
-    compares_rows: bool
+    compares: bool
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -225,10 +233,10 @@ class _ParallelLinear(torch.autograd.Function):
             call.option,
             call.chunks,
             ctx.needs_input_grad[:3],
+            call.compares,
             call.writer,
         )
-        found = column_backward(*arguments, call.compares_rows) if call.column else row_backward(*arguments)
-        return *found, None
+        return *(column_backward if call.column else row_backward)(*arguments), None
 
 
 def _as_autocast(

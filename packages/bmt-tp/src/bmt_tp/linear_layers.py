@@ -10,9 +10,8 @@ from bmt_core import DistributedModule, DistributedParameter, Locality, Paramete
 from bmt_core.errors import ConfigError
 from bmt_core.modules.layer_gradients import LayerGradients
 from bmt_core.run.same_data import Occasions
-from bmt_tp.feature_exchange import gather_features
 from bmt_tp.linear_function import ReduceType, parallel_linear
-from bmt_tp.tensor_group import AXIS, own_share, tensor_group, tensor_ranks, tensor_size
+from bmt_tp.tensor_group import AXIS, own_share, tensor_ranks
 
 
 class ColumnParallelLinear(DistributedModule):
@@ -79,19 +78,18 @@ class ColumnParallelLinear(DistributedModule):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return all rows with this rank's output features, or with all of them if ``gather_output``. Collective over tp."""
-        output = parallel_linear(
+        return parallel_linear(
             input,
             self.weight,
             self.bias,
             gather_input=self.gather_input,
+            gather_output=self.gather_output,
+            sections=self.sections,
             chunks=self.async_gather_chunks,
             gradients=self.layer_gradients,
             occasions=self._occasions,
             sequence_dim=tensor_ranks().sequence_dim,
         )
-        if self.gather_output and tensor_size() > 1:
-            return gather_features(output, tensor_group(), self.sections)
-        return output
 
     def extra_repr(self) -> str:
         """Say the sizes in ``repr``."""

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from bmt_core.modules.layer_gradients import GradientWriter
 from bmt_tp.overlapped_products import GatheredRows, reduced_product, summed_product
-from bmt_tp.row_comparison import check_own_rows, check_same_rows, is_time_to_compare
+from bmt_tp.row_comparison import check_own_rows, check_same_gradient, check_same_rows
 from bmt_tp.tensor_group import tensor_ranks
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -44,16 +44,16 @@ def column_backward(
     gather_input: bool,
     chunks: int | None,
     wanted: tuple[bool, bool, bool],
+    compares: bool,
     writer: GradientWriter | None = None,
-    compares_rows: bool | None = None,
 ) -> Gradients:
     """Return the gradients of :func:`column_forward`. The weight gradient is computed while ranks sum the input gradient.
 
-    ``compares_rows`` is None in compiled code, where no layer counts its calls.
+    ``compares``: first make sure that ranks have rows as they should.
     """
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
-    if for_weight and (is_time_to_compare(None) if compares_rows is None else compares_rows):
+    if for_weight and compares:
         (check_own_rows if gather_input else check_same_rows)(rows, "a column-parallel layer")
     gathered = GatheredRows(rows) if gather_input and for_weight else None
     wait: Callable[[], torch.Tensor] | None = None
@@ -91,12 +91,18 @@ def row_backward(
     scattered: bool,
     chunks: int | None,
     wanted: tuple[bool, bool, bool],
+    compares: bool,
     writer: GradientWriter | None = None,
 ) -> Gradients:
-    """Return the gradients of :func:`row_forward`. The bias gradient is this rank's share, from its part of the rows."""
+    """Return the gradients of :func:`row_forward`. The bias gradient is this rank's share, from its part of the rows.
+
+    ``compares``: first make sure that ranks that all have the whole output have the same gradient of it.
+    """
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
     of_input = of_bias = gathered = None
+    if compares and not scattered:
+        check_same_gradient(grad, "a row-parallel layer")
     if scattered:
         gathered = GatheredRows(grad, chunks, needs_all=for_input and for_weight)
     if for_bias:
@@ -126,7 +132,7 @@ def rows_of_bias(grad: torch.Tensor, *, column: bool, scattered: bool) -> torch.
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` as a matrix (rows, features)."""
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2)  # not reshape: torch.compile infers wrong sizes of transposed tensors from it
 
 
 def _weight_gradient(

@@ -1,10 +1,11 @@
-"""Checks that ranks along ``tp`` pass to a parallel layer what it expects: rows of their own, or
-the same rows.
+"""Checks that ranks along ``tp`` give a parallel layer what it expects: rows of their own, or the
+same rows, and the same gradient of an output that all of them have whole.
 
 A layer that gathers rows multiplies the rows of all ranks. If each rank passes the whole batch,
 every product is computed on as many copies of the batch as there are ranks: outputs are right, and
 gradients too large by that factor. A layer that does not gather computes other features of the same
-rows on each rank. Both are compared as occasions come, in training only. Each layer counts its own
+rows on each rank. A layer whose output every rank has whole takes for granted that all compute the
+same loss from it. These are compared as occasions come, in training only. Each layer counts its own
 occasions: one count for all of them would meet the same few layers in every step.
 """
 
@@ -14,6 +15,7 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.run.same_data import Occasions, agree, fingerprints_of_ranks
+from bmt_core.torch_internals import never_compiled
 from bmt_tp.tensor_group import tensor_ranks
 
 _SAME = 1e-12  # relative to the norm: equal rows give equal fingerprints
@@ -31,6 +33,7 @@ def is_time_to_compare(own: Occasions | None) -> bool:
     return ranks.size > 1 and (own or ranks.row_occasions).has_come()
 
 
+@never_compiled
 def check_own_rows(rows: torch.Tensor, layer: str) -> None:
     """Raise :class:`ConfigError` on all ranks along ``tp`` if all pass the same ``rows`` to a layer
     that gathers them, unless :func:`~bmt_tp.tensor_group.allow_equal_rows` was called.
@@ -55,6 +58,7 @@ def check_own_rows(rows: torch.Tensor, layer: str) -> None:
     )
 
 
+@never_compiled
 def check_same_rows(rows: torch.Tensor, layer: str) -> None:
     """Raise :class:`ConfigError` on all ranks along ``tp`` if they pass different ``rows`` to a
     layer that does not gather them. Collective.
@@ -68,4 +72,22 @@ def check_same_rows(rows: torch.Tensor, layer: str) -> None:
         " gather rows: all expect the same ones. Give these ranks the same data"
         " (current().topology.data_rank says which) and the same first values, or, if each has"
         " rows of its own, take gather_input=True."
+    )
+
+
+@never_compiled
+def check_same_gradient(grad: torch.Tensor, layer: str) -> None:
+    """Raise :class:`ConfigError` on all ranks along ``tp`` if they have different gradients ``grad``
+    of an output of ``layer`` that all of them have whole. Collective.
+    """
+    ranks = tensor_ranks()
+    found = fingerprints_of_ranks([grad], ranks.group, "to compare gradients of a parallel layer's output")
+    if not torch.isfinite(found).all() or agree(found, _DIFFERENT):
+        return
+    raise ConfigError(
+        f"The ranks along 'tp' have computed different gradients of the output {tuple(grad.shape)} of"
+        f" {layer}, which each of them has whole: they must compute the same loss from it. Give these"
+        " ranks the same labels (current().topology.data_rank says which) and the same random"
+        " numbers. If a rank's loss is that of rows of its own, take layers that leave each rank its"
+        " rows."
     )

@@ -9,8 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.protocols import Group
+from bmt_core.run.same_data import Occasions
 from bmt_core.torch_internals import never_compiled
 from bmt_tp.feature_exchange import exchanged
+from bmt_tp.row_comparison import check_same_gradient, is_time_to_compare
 from bmt_tp.tensor_group import tensor_group
 
 
@@ -22,13 +24,14 @@ def own_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @never_compiled
-def gather_rows(x: torch.Tensor) -> torch.Tensor:
+def gather_rows(x: torch.Tensor, occasions: Occasions) -> torch.Tensor:
     """Gather the rows (T/W, ...) of each rank into all rows (T, ...).
 
-    For inputs of code that computes the same on all ranks: backward takes this rank's rows of the gradient. Collective.
-    Volume: (W - 1)/W of the result.
+    For inputs of code that computes the same on all ranks: backward takes this rank's rows of the gradient, and compares that of
+    all ranks when one of the ``occasions`` has come. Collective. Volume: (W - 1)/W of the result.
     """
-    gathered: torch.Tensor = _GatherRows.apply(x, tensor_group())  # type: ignore[no-untyped-call]
+    compares = torch.is_grad_enabled() and is_time_to_compare(occasions)
+    gathered: torch.Tensor = _GatherRows.apply(x, tensor_group(), compares)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -59,14 +62,16 @@ class _OwnRows(torch.autograd.Function):
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: Group, compares: bool) -> torch.Tensor:
+        ctx.group, ctx.compares = group, compares
         return gather_stacked(x, group).flatten(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _part(grads[0], ctx.group), None
+        if ctx.compares:
+            check_same_gradient(grads[0], "the layers that a plan splits")
+        return _part(grads[0], ctx.group), None, None
 
 
 class _GatherInputRows(torch.autograd.Function):

@@ -127,7 +127,8 @@ def _check_is_split(model: nn.Module, declared: Sequence[set[str]]) -> None:
                 f" compute the whole model, and gradients, which are summed, would be {size} times"
                 f" too large. Split the model before it is wrapped: {how_to_split(axis)}. Or, if"
                 " each of these ranks is to compute all of it, declare that:"
-                f" {how_to_declare_whole(axis)}."
+                f" {how_to_declare_whole(axis)}. A model that is only evaluated is left alone if it is"
+                " frozen: model.requires_grad_(False)."
             )
 
 

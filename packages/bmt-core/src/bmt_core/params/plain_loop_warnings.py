@@ -7,15 +7,21 @@ Such a loop expects gradients of the mean loss. In a run that sums gradients the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from bmt_core.params.ndim_groups import check_groups_by_ndim
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import Runtime
+from bmt_core.run.same_data import agree, fingerprints_of_ranks
 from bmt_core.user_warnings import warn_user
 
+_ALIKE = 1e-2  # relative to the norm: more than ranks differ that compute the same
+
+>>>>>>> help-a
 
 def warn_of_plain_loops(runtime: Runtime) -> None:
     """Warn once, on rank 0, if an optimizer's step uses gradients that differ from those of plain torch."""
@@ -41,12 +47,21 @@ class _PlainLoopCheck:
             return
         check_groups_by_ndim(optimizer.param_groups)
         self._is_over = True
-        if self._runtime.rank == 0 and self._runtime.topology.data_size > 1:
-            self._warn(type(optimizer).__name__, len(ordinary))
+        drift = len(ordinary) if self._drift_apart(ordinary) else 0
+        if self._runtime.rank == 0:
+            self._warn(type(optimizer).__name__, drift)
+
+    def _drift_apart(self, ordinary: Sequence[torch.Tensor]) -> bool:
+        """Whether ranks have different gradients of these parameters. Collective if all ranks see the same data."""
+        if self._runtime.topology.data_size > 1 or not ordinary:
+            return bool(ordinary)
+        gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in ordinary if p.grad is not None]
+        found = fingerprints_of_ranks(gradients, self._runtime.world, "to compare gradients of ordinary parameters")
+        return bool(torch.isfinite(found).all()) and not bool(agree(found, _ALIKE).all())
 
     def _warn(self, optimizer: str, ordinary: int) -> None:
         size, texts = self._runtime.topology.data_size, []
-        if self._runtime.gradient_divisor == 1:
+        if self._runtime.gradient_divisor == 1 and size > 1:
             texts.append(
                 f"{optimizer} takes a step with gradients that are sums over {size} ranks: {size} times those of the mean loss,"
                 ' unless you divided the loss by that. Start with init_distributed(gradients="mean"), or let an OptimManager do'

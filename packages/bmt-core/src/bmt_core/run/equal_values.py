@@ -4,6 +4,7 @@ bit.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -21,10 +22,8 @@ DECLARE_LOCAL = (
 )
 """The last sentences of errors about ranks that have other parameters."""
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
-"""By the bytes of an element, the integers that its bits are read as."""
-
-_AT_ONCE = 1 << 20  # words: the sum of a large tensor needs some tens of megabytes
+_PIECE = 1 << 15
+"""Words of 4 bytes whose products are formed at once: on a CPU they stay in its cache."""
 
 
 def check_equal_values(named: Iterable[tuple[str, torch.Tensor]], group: Group, advice: str) -> None:
@@ -36,7 +35,7 @@ def check_equal_values(named: Iterable[tuple[str, torch.Tensor]], group: Group, 
     :data:`DECLARE_LOCAL`. Collective, with one message for all tensors.
     """
     if group.size > 1:
-        check_equal_entries(_entries(named), group, advice)
+        check_equal_entries(_entries(named), group, advice, compares_names=True)
 
 
 class Entry(NamedTuple):
@@ -52,9 +51,10 @@ class Entry(NamedTuple):
     bits: int | None
 
 
-def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> None:
-    """See :func:`check_equal_values`."""
-    digest = hashlib.blake2b(repr(entries).encode(), digest_size=7).digest()
+def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str, *, compares_names: bool) -> None:
+    """See :func:`check_equal_values`. Without ``compares_names`` names are for errors only."""
+    compared = entries if compares_names else [(entry.name is None, *entry[1:]) for entry in entries]
+    digest = hashlib.blake2b(repr(compared).encode(), digest_size=7).digest()
     own = torch.tensor([int.from_bytes(digest, "big")], device="cpu")
     digests = torch.empty(group.size, dtype=own.dtype, device="cpu")
     group.all_gather(digests, own).wait()
@@ -62,7 +62,7 @@ def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> 
         of_ranks = all_gather_object(entries, group)
         for rank, others in zip(group.ranks, of_ranks, strict=True):
             for ours, theirs in zip_longest(of_ranks[0], others):
-                difference = _difference(ours, theirs, group.ranks[0], rank, advice)
+                difference = _difference(ours, theirs, group.ranks[0], rank, advice, compares_names)
                 if difference:
                     raise ConfigError(difference)
 
@@ -72,34 +72,51 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     on their order.
 
     Tensors of one dtype and shape with equal bits give equal numbers; others give different ones
-    but for a chance of 2^-64.
+    but for a chance of 2^-32. It is the sum of words of 4 bytes, each times an odd random number of
+    its place.
 
     >>> sum_of_bits(torch.tensor([1.0, 2.0])) == sum_of_bits(torch.tensor([2.0, 1.0]))
     tensor(False)
     """
-    flat = tensor.detach().reshape(-1)
+    words, factors = _words(tensor), _factors(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    whole = words[: len(words) // _PIECE * _PIECE].view(-1, _PIECE)
+    of_pieces = _mixed(torch.arange(len(whole) + 1, device=tensor.device)) | 1
+    at_once = 1 if tensor.device.type == "cpu" else 64
+    for rows, of_rows in zip(torch.split(whole, at_once), torch.split(of_pieces[:-1], at_once), strict=True):
+        total += ((rows * factors).sum(1) * of_rows).sum()
+    rest = words[whole.numel() :]
+    return total + (rest * factors[: len(rest)]).sum() * of_pieces[-1]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of ``tensor`` as int32, with zeros after the last one."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
-    words = flat.view(_WORDS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    places = torch.arange(min(len(words), _AT_ONCE), device=tensor.device)
-    for start in range(0, len(words), _AT_ONCE):
-        part = words[start : start + _AT_ONCE]
-        total += _mixed((places[: len(part)] + start) * _FACTOR + part).sum()
-    return total
+    data = flat.view(torch.uint8)
+    if len(data) % 4:
+        data = torch.nn.functional.pad(data, (0, -len(data) % 4))
+    return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
 
 
-# Odd 64-bit numbers, as splitmix64 has them (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-# number generators").
-_FACTOR, _SECOND = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return odd random numbers, which are the same on every rank and in every run."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_PIECE,), generator=generator, device="cpu")
+    return (drawn | 1).to(device)
+
+
+# An odd 64-bit number of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+# generators").
+_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers of which each depends on all bits of its own, so that differences do not
-    cancel in their sum.
-    """
+    """Return numbers of which each depends on all bits of its own."""
     for shift in (30, 27):
-        numbers = (numbers ^ (numbers >> shift)) * _SECOND
+        numbers = (numbers ^ (numbers >> shift)) * _FACTOR
     return numbers ^ (numbers >> 31)
 
 
@@ -118,15 +135,18 @@ def _stacked(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     return torch.stack([total for total in sums if total.device == device])
 
 
-def _difference(ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str) -> str:
+def _difference(
+    ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str, compares_names: bool
+) -> str:
     """Return how ``theirs``, of the rank ``other``, differs from ``ours``, of ``rank``; empty if it
     does not.
     """
     if ours == theirs or (ours is not None and ours.name is None) or (theirs is not None and theirs.name is None):
         return ""
-    if ours is None or theirs is None or ours[:3] != theirs[:3]:
+    first = 0 if compares_names else 1
+    if ours is None or theirs is None or ours[first:3] != theirs[first:3]:
         return f"Rank {rank} has {_described(ours)} where rank {other} has {_described(theirs)}. {DECLARE_LOCAL}"
-    if ours.bits is None or theirs.bits is None:
+    if ours.bits is None or theirs.bits is None or ours.bits == theirs.bits:
         return ""
     return f"{ours.name} has other values on rank {other} than on rank {rank}. {advice}"
 

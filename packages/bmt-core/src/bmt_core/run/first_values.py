@@ -63,7 +63,8 @@ class FirstValues:
         noted, self._noted = self._noted, {}
         for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
             with call_purpose("to compare the first values of parameters and buffers"):
-                check_equal_entries(list(_entries(values)), group, _ADVICE)
+                # Names may have changed on some ranks: a layer that a stage leaves to another one keeps its old name.
+                check_equal_entries(list(_entries(values)), group, _ADVICE, compares_names=False)
 
 
 class _Noted(NamedTuple):

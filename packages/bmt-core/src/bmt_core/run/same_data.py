@@ -27,6 +27,13 @@ _CHUNK = 1 << 20  # elements; bounds the float64 copy to 8 MiB
 _OF_INTEGERS = 1e-12  # fingerprints of equal integers may be rounded differently
 NUMBERS = 3
 """How many numbers :func:`fingerprint` returns."""
+SAME_LOSS = (
+    "These ranks compute one model on the same data. A term of the loss that is computed from a"
+    " rank's own rows, inside of split layers, or the loss of another model on data of a rank's own,"
+    " must be averaged over these ranks first:"
+    " all_reduce(term, 'avg', comm=current().topology.group(axes)) is differentiable."
+)
+"""The advice of errors about losses that differ."""
 
 
 class Occasions:
@@ -154,5 +161,5 @@ def _difference(first: list[_Entry], others: list[_Entry]) -> str:
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
     """Return two vectors of random numbers, which are the same on every rank and in every run."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, _CHUNK, generator=generator, dtype=torch.float64).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(2, _CHUNK, generator=generator, dtype=torch.float64, device="cpu").to(device)

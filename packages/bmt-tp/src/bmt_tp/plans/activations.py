@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from bmt_core import DistributedModule
+from bmt_core.run.same_data import Occasions
 from bmt_tp.plans.styles import Layout
 from bmt_tp.random_numbers import own_random_numbers
 from bmt_tp.row_exchange import gather_input_rows, gather_rows, own_rows
@@ -42,12 +43,6 @@ class Change:
         # Several products read it, and each would make its own contiguous copy.
         return gathered.transpose(0, 1).contiguous() if self.input == "batch_first" else gathered
 
-    def leaving(self, output: Any) -> Any:
-        """Return the output in the layout that the code around the module expects."""
-        if not self.output_is_whole:
-            return output
-        return gather_rows(output).transpose(0, 1).contiguous()
-
 
 class ActivationChange(DistributedModule):
     """A class in front of a module's own, which changes the layout of its activations as the module's :class:`Change` says."""
@@ -67,7 +62,10 @@ class ActivationChange(DistributedModule):
             kwargs = {**kwargs, change.argument: change.entering(kwargs[change.argument])}
         with own_random_numbers() if change.own_random_numbers and self.training else nullcontext():
             output = super().__call__(*args, **kwargs)
-        return change.leaving(output)
+        if not change.output_is_whole:
+            return output
+        occasions = self.__dict__.setdefault("_bmt_gradient_occasions", Occasions())
+        return gather_rows(output, occasions).transpose(0, 1).contiguous()
 
 
 def _check_sequence(x: torch.Tensor, size: int) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from bmt_core import DistributedModule
 from bmt_core.errors import ConfigError
 from bmt_core.modules.layer_gradients import LayerGradients
+from bmt_core.run.same_data import Occasions
 from bmt_tp.embedding import split_lookup
 from bmt_tp.linear_function import ReduceType, parallel_linear
 from bmt_tp.plans.same_inputs import TakesSameInputs
@@ -41,7 +42,8 @@ class ColumnSplit(_SplitLinear):
         gather = style_of(self).gather
         if gather is None:
             return linear(input, *self._operands())
-        output = parallel_linear(input, *self._operands(), gather_input=True, gradients=self._block_gradients())
+        gradients = self._block_gradients()
+        output = parallel_linear(input, *self._operands(), gather_input=True, gradients=gradients, compares=False)
         return output.transpose(0, 1) if gather == "batch_first" else output
 
 
@@ -58,7 +60,11 @@ class RowSplit(_SplitLinear):
         """Return this rank's rows of the output, from all rows with this rank's features."""
         rows = input.transpose(0, 1) if style_of(self).input == "batch_first" else input
         return parallel_linear(
-            rows, *self._operands(), reduce_output_type=ReduceType.REDUCE_SCATTER, gradients=self._block_gradients()
+            rows,
+            *self._operands(),
+            reduce_output_type=ReduceType.REDUCE_SCATTER,
+            gradients=self._block_gradients(),
+            compares=False,
         )
 
 
@@ -73,7 +79,9 @@ class HeadSplit(_SplitLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's part of the vocabulary, or of all of it, from whole activations."""
-        return parallel_linear(input, *self._operands(), gather_output=style_of(self).gather_output)
+        occasions = self.__dict__.setdefault("_bmt_occasions", Occasions())
+        gathers = style_of(self).gather_output
+        return parallel_linear(input, *self._operands(), gather_output=gathers, occasions=occasions)
 
 
 class VocabularySplit(TakesSameInputs):
