@@ -57,6 +57,11 @@ def run_backward(call: Any, x: torch.Tensor | None = None) -> None:
     Probe.apply(x, call).sum().backward()  # type: ignore[no-untyped-call]
 
 
+def test_a_compiled_module_is_known() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert internals.is_compiled(torch.compile(module)) and not internals.is_compiled(module)
+
+
 def test_backward_passes_are_numbered() -> None:
     found: list[int] = []
     for _ in range(2):

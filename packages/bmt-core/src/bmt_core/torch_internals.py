@@ -38,6 +38,11 @@ are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_a
 """Whether the caller runs inside of ``torch.func.vmap``, ``grad`` or another transform."""
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` returns for a module."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
 def when_backward_ends(callback: Callable[[], Any]) -> None:
     """Call ``callback`` when the current backward pass has succeeded. If it fails, torch frees ``callback`` without calling it."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

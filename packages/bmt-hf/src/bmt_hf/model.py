@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bmt_core.errors import ConfigError
 from bmt_core.modules.refused_functions import has_sharded_parameters
+from bmt_core.torch_internals import is_compiled
 from bmt_zero import Block, BMTrainModelWrapper
 
 
@@ -30,7 +30,7 @@ def _why_not(model: object) -> str | None:
         return "it is no torch.nn.Module"
     if isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         return "it is in a wrapper of torch, which reduces gradients itself"
-    if isinstance(model, torch._dynamo.OptimizedModule):
+    if is_compiled(model):
         return "it was compiled as a whole; Block(layer, compile=True) compiles a layer"
     if getattr(model, "hf_device_map", None) is not None:
         return "it was loaded with a device_map, which places its layers"

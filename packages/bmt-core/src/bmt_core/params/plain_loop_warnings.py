@@ -21,7 +21,6 @@ from bmt_core.user_warnings import warn_user
 
 _ALIKE = 1e-2  # relative to the norm: more than ranks differ that compute the same
 
->>>>>>> help-a
 
 def warn_of_plain_loops(runtime: Runtime) -> None:
     """Warn once, on rank 0, if an optimizer's step uses gradients that differ from those of plain torch."""
