@@ -51,3 +51,22 @@ def _stepped(kind: Any, p: torch.nn.Parameter) -> torch.optim.Optimizer:
     p.grad = torch.full_like(p, runtime.rank() + 1)
     optimizer.step()
     return optimizer
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (1,)])
+def test_torchs_state_of_whole_parameters_is_refused(run_ranks: Any, shape: tuple[int, ...]) -> None:
+    for error in run_ranks(_load_whole_state, 2, shape):
+        assert f"has exp_avg of shape {shape} for a part of shape (6,) of a parameter of shape (4, 3)" in error
+        assert "bmt.save_checkpoint" in error
+
+
+def _load_whole_state(shape: tuple[int, ...]) -> str:
+    whole = torch.nn.Parameter(torch.ones(shape))
+    whole.grad = torch.ones(shape)
+    plain = torch.optim.AdamW([whole])
+    plain.step()
+    optimizer = torch.optim.AdamW([DistributedParameter(torch.ones(4, 3))])
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load_state_dict(plain.state_dict())
+    assert not optimizer.state
+    return str(caught.value)

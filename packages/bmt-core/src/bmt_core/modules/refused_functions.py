@@ -150,9 +150,31 @@ def _refuse_state_of_other_rank(optimizer: Optimizer, state_dict: Mapping[str, A
     if saved != own:
         raise CheckpointError(
             f"The optimizer state is that of rank {saved[0]} of {saved[1]}, and this is rank {own[0]} of {own[1]}: state_dict() of"
-            " an optimizer has the states of this rank's parts alone. Save by bmt.save_checkpoint(directory, model, manager), or"
-            " OptimManager.state_dict(gather_opt=True), which hold whole states and load at any number of ranks."
+            f" an optimizer has the states of this rank's parts alone. {_STATES_THAT_LOAD}"
         )
+    if "rank" not in state_dict:
+        _refuse_state_of_whole(optimizer, state_dict)
+
+
+_STATES_THAT_LOAD = (
+    "Save by bmt.save_checkpoint(directory, model, manager), or OptimManager.state_dict(gather_opt=True), which hold whole states"
+    " and load at any number of ranks."
+)
+
+
+def _refuse_state_of_whole(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuse a state that was not saved from parts, as by one process in plain torch: it would be broadcast, or fail in a step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for p, number in zip(parameters, numbers, strict=False):  # torch compares the lengths
+        if not isinstance(p, DistributedParameter) or not p.is_part:
+            continue
+        for key, value in state_dict["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and key != "step" and value.dim() and value.shape != p.shape:
+                raise CheckpointError(
+                    f"The optimizer state has {key} of shape {tuple(value.shape)} for a part of shape {tuple(p.shape)} of"
+                    f" {p.description}: it is not of this rank's parts. {_STATES_THAT_LOAD}"
+                )
 
 
 def _refuse_rules_of_shape(needs: str, tensor: torch.Tensor) -> None:
