@@ -9,7 +9,7 @@ import torch
 from counting import Counting
 
 from bmt_core.errors import ConfigError
-from bmt_core.run.equal_values import check_equal_values, sum_of_bits
+from bmt_core.run.equal_values import _FACTOR, _ROW, _odd_numbers, check_equal_values, sum_of_bits
 from bmt_core.run.runtime import current, rank
 from bmt_core.testing import run_ranks
 
@@ -105,11 +105,37 @@ def test_all_ranks_name_the_first_tensor_that_differs(ranks: int) -> None:
 
 
 def test_a_sum_of_bits_depends_on_every_bit_and_on_the_order_beyond_one_piece() -> None:
-    long = torch.zeros((1 << 20) + 3, dtype=torch.uint8)
+    long = torch.zeros((1 << 18) + 3, dtype=torch.uint8)
     sums = {int(sum_of_bits(long))}
-    for place in (0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 2):
+    for place in (0, 1, (1 << 16) - 1, 1 << 16, (1 << 18) + 2):
         for bit in range(8):
             long[place] = 1 << bit
             sums.add(int(sum_of_bits(long)))
         long[place] = 0
     assert len(sums) == 1 + 5 * 8
+
+
+def test_a_sum_of_bits_is_that_of_all_words_times_odd_numbers_of_their_places() -> None:
+    words = torch.arange(3 * _ROW + 5, dtype=torch.int32) * -77_777
+    factors = [int(number) for number in _odd_numbers(_ROW, words.device)]
+    expected = sum(
+        word * factors[place % _ROW] * _FACTOR ** (1 if place >= 3 * _ROW else place // _ROW + 2)
+        for place, word in enumerate(words.tolist())
+    )
+    assert (int(sum_of_bits(words)) - expected) % (1 << 64) == 0
+    assert len(set(factors)) == _ROW and all(number % 2 for number in factors)
+
+
+def test_sums_of_bits_of_random_changes_differ() -> None:
+    """Of numbers with few bits, such as zeros, ones and halves, too."""
+    generator = torch.Generator().manual_seed(0)
+    for values in (torch.tensor([0.0, 1.0, 0.5, -1.0]), torch.randn(64, generator=generator)):
+        tensor = values[torch.randint(len(values), (200_000,), generator=generator)]
+        sums = {int(sum_of_bits(tensor))}
+        for place, other in torch.randperm(len(tensor), generator=generator)[:600].view(-1, 2).tolist():
+            changed = tensor.clone()
+            changed[place] += 4
+            sums.add(int(sum_of_bits(changed)))
+            changed[[place, other]] = changed[[other, place]]
+            sums.add(int(sum_of_bits(changed)))
+        assert len(sums) == 601

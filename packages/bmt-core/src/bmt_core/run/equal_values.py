@@ -24,7 +24,10 @@ DECLARE_LOCAL = (
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 """By the bytes of an element, the integers that its bits are read as."""
 
-_AT_ONCE = 1 << 20  # words: the sum of a large tensor needs some tens of megabytes
+_ROW = (
+    1 << 16
+)  # words: as 64-bit numbers they fit into a processor's second cache, where sums take a fourth of the time
+_ROWS_AT_ONCE_ON_GPU = 64  # the sum of a large tensor needs some tens of megabytes
 
 
 def check_equal_values(named: Iterable[tuple[str, torch.Tensor]], group: Group, advice: str) -> None:
@@ -72,7 +75,8 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     on their order.
 
     Tensors of one dtype and shape with equal bits give equal numbers; others give different ones
-    but for a chance of 2^-64.
+    but for a chance of about 2^-32. It is the sum of all words, each times an odd number that
+    belongs to its place, modulo 2^64.
 
     >>> sum_of_bits(torch.tensor([1.0, 2.0])) == sum_of_bits(torch.tensor([2.0, 1.0]))
     tensor(False)
@@ -81,12 +85,15 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORDS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    places = torch.arange(min(len(words), _AT_ONCE), device=tensor.device)
-    for start in range(0, len(words), _AT_ONCE):
-        part = words[start : start + _AT_ONCE]
-        total += _mixed((places[: len(part)] + start) * _FACTOR + part).sum()
-    return total
+    factors = _odd_numbers(min(len(words), _ROW), tensor.device)
+    rest = words[len(words) // _ROW * _ROW :]
+    of_rows = [(rest * factors[: len(rest)]).sum(0, keepdim=True)]
+    if len(words) > len(rest):
+        rows = words[: len(words) - len(rest)].view(-1, _ROW)
+        at_once = 1 if rows.device.type == "cpu" else _ROWS_AT_ONCE_ON_GPU
+        of_rows += [(piece * factors).sum(1) for piece in rows.split(at_once)]
+    sums = torch.cat(of_rows)
+    return (sums * torch.full_like(sums, _FACTOR).cumprod(0)).sum()
 
 
 # Odd 64-bit numbers, as splitmix64 has them (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
@@ -94,13 +101,12 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 _FACTOR, _SECOND = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Return numbers of which each depends on all bits of its own, so that differences do not
-    cancel in their sum.
-    """
+def _odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Return ``count`` numbers of 64 random bits, always the same ones."""
+    numbers = torch.arange(1, count + 1, device=device) * _FACTOR
     for shift in (30, 27):
         numbers = (numbers ^ (numbers >> shift)) * _SECOND
-    return numbers ^ (numbers >> 31)
+    return (numbers ^ (numbers >> 31)) | 1
 
 
 def _entries(named: Iterable[tuple[str, torch.Tensor]]) -> list[Entry]:
