@@ -3,7 +3,7 @@
 ``model.head.weight`` gathers a temporary copy. A constructor may write to it as in plain torch: ``self.weight.data[0].zero_()``, or
 ``torch.nn.init.zeros_(model.head.weight)``. Until the parameter is trained, such a write takes effect: every rank makes it, and
 keeps its part of the result. Later it raises: an optimizer may have changed the parameter since the copy was gathered. Every
-rank must write the same, which is not compared. Arrays of numpy that share a copy's memory are read-only.
+rank must write the same, which is compared at the model's first call. Arrays of numpy that share a copy's memory are read-only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.nested import map_tensors, tensors_in
-from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter, note_whole_values
 from bmt_core.torch_internals import storage_key, without_torch_functions
 
 _SETTERS = ("__set__", "requires_grad_")
@@ -58,6 +58,7 @@ class _Source:
             )
         with torch.no_grad():
             parameter.detach().copy_(parameter.local_part(self._whole.detach()))
+            note_whole_values(parameter, self._whole.detach(), version=parameter._version)
         self._version = parameter._version
 
 

@@ -24,10 +24,9 @@ DECLARE_LOCAL = (
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 """By the bytes of an element, the integers that its bits are read as."""
 
-_ROW = (
-    1 << 16
-)  # words: as 64-bit numbers they fit into a processor's second cache, where sums take a fourth of the time
-_ROWS_AT_ONCE_ON_GPU = 64  # the sum of a large tensor needs some tens of megabytes
+# Words. As 64-bit numbers they fit into a processor's cache, where their sum takes a tenth of the time.
+_ROW = 1 << 14
+_ROWS_AT_ONCE_ON_GPU = 256  # the sum of a large tensor needs some tens of megabytes
 
 
 def check_equal_values(named: Iterable[tuple[str, torch.Tensor]], group: Group, advice: str) -> None:
@@ -91,7 +90,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if len(words) > len(rest):
         rows = words[: len(words) - len(rest)].view(-1, _ROW)
         at_once = 1 if rows.device.type == "cpu" else _ROWS_AT_ONCE_ON_GPU
-        of_rows += [(piece * factors).sum(1) for piece in rows.split(at_once)]
+        of_rows += [(piece * factors).sum(1) for piece in torch.split(rows, at_once)]
     sums = torch.cat(of_rows)
     return (sums * torch.full_like(sums, _FACTOR).cumprod(0)).sum()
 
