@@ -32,6 +32,7 @@ from bmt_core.torch_internals import (
     before_rules_of_shape,
     call_after,
     call_before,
+    explain_error,
     storage_key,
 )
 
@@ -51,6 +52,7 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_collectives(_refuse_collectives))
     runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
     runtime.at_shutdown.append(call_before(Optimizer, "load_state_dict", _refuse_state_of_other_rank))
+    runtime.at_shutdown.append(explain_error(Optimizer, "__init__", ValueError, _what_a_rank_without_parameters_passes))
     for name in ("unscale_", "step"):
         runtime.at_shutdown.append(call_before(GradScaler, name, _refuse_scaler))
 
@@ -175,6 +177,15 @@ def _refuse_state_of_whole(optimizer: Optimizer, state_dict: Mapping[str, Any]) 
                     f"The optimizer state has {key} of shape {tuple(value.shape)} for a part of shape {tuple(p.shape)} of"
                     f" {p.description}: it is not of this rank's parts. {_STATES_THAT_LOAD}"
                 )
+
+
+def _what_a_rank_without_parameters_passes(error: Exception) -> str:
+    if "empty parameter list" not in str(error) or not current().topology.has_other_axes:
+        return ""
+    return (
+        f": rank {current().rank} has no parameter to train. If that is right, because its layers are frozen and other ranks have"
+        ' others, pass [{"params": [...]}] on every rank, or bmt.optim.param_groups(model).'
+    )
 
 
 def _refuse_rules_of_shape(needs: str, tensor: torch.Tensor) -> None:
