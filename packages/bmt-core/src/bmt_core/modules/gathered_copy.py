@@ -76,7 +76,9 @@ class GatheredCopy(torch.Tensor):
         copies = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, GatheredCopy)]
         name = getattr(func, "__name__", str(func))
         if name in _SETTERS and args and isinstance(args[0], GatheredCopy):
-            _refuse("Setting an attribute" if name == "__set__" else f"{name}()")
+            if getattr(func, "__self__", None) is not torch.Tensor.data:
+                _refuse("Setting an attribute" if name == "__set__" else f"{name}()")
+            return _set_data(args[0], args[1])
         with without_torch_functions():
             versions = [copy._version for copy in copies]
             result = func(*args, **kwargs)
@@ -128,6 +130,17 @@ def _copy_of(tensor: torch.Tensor, source: _Source) -> GatheredCopy:
     copy = tensor.as_subclass(GatheredCopy)
     copy._source = source
     return copy
+
+
+def _set_data(copy: GatheredCopy, value: torch.Tensor) -> None:
+    """Write ``value`` to ``copy``. After ``weight.data *= 2``, which assigns what it has written to, that is done."""
+    with without_torch_functions():
+        is_written = value.is_set_to(copy)
+        is_alike = (value.shape, value.dtype) == (copy.shape, copy.dtype) and not isinstance(value, GatheredCopy)
+    if not is_written and not is_alike:
+        _refuse("Setting .data to another copy, or to a tensor of another shape or dtype,")
+    if not is_written:
+        copy.detach().copy_(value)
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
