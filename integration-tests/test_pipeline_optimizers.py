@@ -184,6 +184,20 @@ def made_of_nothing() -> str:
         return str(error)
 
 
+def torchs_made_of_nothing() -> str:
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list") as caught:
+        torch.optim.AdamW(parameter for parameter in [] if parameter.requires_grad)
+    with pytest.raises(TypeError):
+        torch.optim.AdamW(torch.ones(1))
+    return str(caught.value)
+
+
+def test_an_optimizer_of_torch_without_parameters_says_what_a_stage_passes() -> None:
+    assert run_ranks(torchs_made_of_nothing, 2) == ["optimizer got an empty parameter list"] * 2
+    for message in run_ranks(torchs_made_of_nothing, 2, init={"pipe_size": 2}):
+        assert message.endswith('pass [{"params": [...]}] on every rank, or bmt.optim.param_groups(model).')
+
+
 def test_an_empty_optimizer_stays_an_error_where_all_ranks_have_parts_of_all_parameters() -> None:
     assert made_of_nothing() == "optimizer got an empty parameter list"
     assert run_ranks(made_of_nothing, 2) == ["optimizer got an empty parameter list"] * 2

@@ -143,3 +143,18 @@ def numbers_under(device: str) -> list[float]:
 def test_numbers_that_stand_for_tensors_do_not_depend_on_the_default_device() -> None:
     (found,), (expected,) = (run_ranks(numbers_under, 1, device) for device in ("meta", "cpu"))
     assert found == expected
+
+
+def test_sums_of_bits_of_random_changes_differ() -> None:
+    """Of numbers with few bits, such as zeros, ones and halves, too."""
+    generator = torch.Generator().manual_seed(0)
+    for values in (torch.tensor([0.0, 1.0, 0.5, -1.0]), torch.randn(64, generator=generator)):
+        tensor = values[torch.randint(len(values), (200_000,), generator=generator)]
+        sums = {int(sum_of_bits(tensor))}
+        for place, other in torch.randperm(len(tensor), generator=generator)[:600].view(-1, 2).tolist():
+            changed = tensor.clone()
+            changed[place] += 4
+            sums.add(int(sum_of_bits(changed)))
+            changed[[place, other]] = changed[[other, place]]
+            sums.add(int(sum_of_bits(changed)))
+        assert len(sums) == 601

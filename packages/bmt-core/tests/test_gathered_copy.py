@@ -56,6 +56,12 @@ def split(table: Any) -> None:
         part.add_(10 * number)
 
 
+def assign_data(table: Any) -> None:
+    table.weight.data = torch.linspace(0, 1, 21).view(7, 3)
+    table.weight.data *= 3
+    table.weight.data[1] = 2.0
+
+
 FILLS: list[Callable[[Any], Any]] = [
     lambda table: table.weight.data[2].zero_(),
     lambda table: [table.weight.data[row].fill_(row) for row in range(5)],
@@ -69,6 +75,7 @@ FILLS: list[Callable[[Any], Any]] = [
     lambda table: table.weight.detach()[3].normal_(),
     lambda table: torch._foreach_zero_(list(table.weight.data[::3])),
     lambda table: torch.add(ROWS, 1, out=table.weight.data),
+    assign_data,
 ]
 
 
@@ -110,6 +117,8 @@ def refused() -> dict[str, str]:
     found = {"outdated": error_of(lambda: other.data[1].fill_(2.0))}
     found["recorded"] = error_of(lambda: table.weight.__setitem__(0, 1.0))
     found["recorded fill"] = error_of(lambda: table.weight.mul_(2.0))
+    for data in (torch.ones(3, 7), torch.ones(7, 3).half(), Table(lambda table: None).weight):
+        assert "would be lost" in error_of(lambda data=data: setattr(table.weight, "data", data))
     found["frozen"] = error_of(lambda: table.weight.requires_grad_(False))
     parameter: Any = table.get_parameter("weight")
     assert parameter.is_untrained

@@ -6,13 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bmt_core.cli.environment import describe_launcher
 from bmt_core.errors import ConfigError
-from bmt_core.launch import Launch, first_host, rendezvous_address, tasks_per_node
+from bmt_core.launch import Launch, first_host, rendezvous_address, separate_runs, tasks_per_node
+from bmt_core.run.rendezvous import rendezvous_store
 from bmt_core.run.runtime import _choose_device
 from bmt_core.settings import RunSettings
 
@@ -125,6 +128,16 @@ def test_shell_of_an_allocation_is_one_rank() -> None:
         ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "has started 4 processes, and each would be a run of its own"),
         # MPICH's mpirun in a Slurm job: Slurm counts the daemons.
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "PMI_RANK=3 and PMI_SIZE=4"),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "ENVIRONMENT": "BATCH"},
+            "PMI_SIZE=4",
+        ),
+        ({"PMI_RANK": "1"}, "PMI_RANK=1: an MPI launcher"),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prte-1"}, "PMIX_RANK=0: PMIx"),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_SIZE=2: MVAPICH2"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "FLUX_JOB_SIZE=2: Flux"),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, "JSM_NAMESPACE_SIZE=2: jsrun"),
+        ({"SLURM_PROCID": "3"}, "SLURM_NTASKS is not set"),
     ],
 )
 def test_half_set_and_wrong_variables_are_named(environ: dict[str, str], message: str) -> None:
@@ -132,9 +145,21 @@ def test_half_set_and_wrong_variables_are_named(environ: dict[str, str], message
         Launch.from_env(environ)
 
 
-def test_srun_with_pmi_is_taken_from_slurm() -> None:
-    both = {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
-    assert Launch.from_env(both).launcher == "Slurm"
+@pytest.mark.parametrize("pmi", [{"PMI_RANK": "1", "PMI_SIZE": "2"}, {"PMIX_RANK": "1"}])
+def test_srun_with_pmi_is_taken_from_slurm(pmi: dict[str, str]) -> None:
+    assert Launch.from_env({**pmi, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}).launcher == "Slurm"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+        {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},  # a batch script of a job without --ntasks
+    ],
+)
+def test_one_process_of_any_launcher_is_one_rank(environ: dict[str, str]) -> None:
+    assert Launch.from_env(environ) == Launch()
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
@@ -191,7 +216,7 @@ bmt_core.shutdown()
 
 def run_as(environments: list[dict[str, str]], program: str = PROGRAM) -> list[tuple[int, str]]:
     """Start a process with each of ``environments``, without any other launcher's variables; return status and output."""
-    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
+    of_launchers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(of_launchers)}
     command = [sys.executable, "-c", program]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -253,6 +278,67 @@ def test_hosts_whose_names_lead_to_themselves_alone_are_named_on_every_rank(has_
         assert status == 1 and "ConfigError: The names of these hosts lead to themselves alone" in output
         assert "node0 (127.0.1.1), node1 (no address: torch takes 127.0.0.1)" in output
         assert "Set GLOO_SOCKET_IFNAME there to the network interface" in output
+
+
+# Rank 0's first program ends when rank 1's second one has met its server.
+PROGRAM_OF_A_SCRIPT = f"""
+import os, time
+from pathlib import Path
+import torch.distributed as dist
+place, met = os.environ["PLACE"], Path(os.environ["MET"])
+connect = dist.TCPStore
+def connect_and_note(*args, **options):
+    store = connect(*args, **options)
+    if place == "second program of rank 1":
+        met.touch()
+    return store
+dist.TCPStore = connect_and_note
+{PROGRAM}
+while place == "first program of rank 0" and not met.exists():
+    time.sleep(0.05)
+"""
+SCRIPT = """
+import os, subprocess, sys
+for number in ("first", "second"):
+    place = f"{number} program of rank {os.environ['SLURM_PROCID']}"
+    subprocess.run([sys.executable, "-c", os.environ["PROGRAM"]], env={**os.environ, "PLACE": place}, check=True)
+"""
+
+
+@pytest.mark.ranks(2)
+def test_programs_of_one_step_follow_each_other(tmp_path: Path) -> None:
+    step = {
+        "SLURM_JOB_ID": f"{os.getpid()}",
+        "SLURM_STEP_ID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "node17",
+    }
+    program = {"PROGRAM": PROGRAM_OF_A_SCRIPT, "MET": str(tmp_path / "met")}
+    results = run_as([{**step, **program, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"], SCRIPT)
+    assert [status for status, _ in results] == [0, 0], results
+    assert all(output.count("sum 3") == 2 for _, output in results), results
+
+
+def test_second_process_of_a_rank_is_named() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    dist.PrefixStore("attempt/0", server).set("process/1/0", "Process 7 of host a")
+    launch = Launch(rank=1, world_size=2)
+    with pytest.raises(
+        ConfigError, match=r"Process 7 of host a has joined the rendezvous at 127.0.0.1:\d+ as rank 1 already"
+    ):
+        rendezvous_store(f"tcp://127.0.0.1:{server.port}", launch, 0, timeout=1)
+
+
+def test_torchruns_of_which_srun_starts_several_are_warned_about() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    assert "torchrun has joined 1 of them" in separate_runs({**step, "GROUP_WORLD_SIZE": "1"})
+    assert separate_runs({**step, "GROUP_WORLD_SIZE": "2"}) == ""
+    assert separate_runs(step) == ""
+    assert separate_runs({"SLURM_NTASKS": "8", "ENVIRONMENT": "BATCH", "GROUP_WORLD_SIZE": "1"}) == ""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+    ((status, output),) = run_as([{**step, **alone}], "import bmt_core; bmt_core.init_distributed(device='cpu')")
+    assert status == 0
+    assert "UserWarning: Slurm has started 2 tasks, and torchrun has joined 1 of them" in output
 
 
 @pytest.mark.ranks(2)

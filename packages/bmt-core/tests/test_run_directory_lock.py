@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,23 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
     with pytest.warns(UserWarning, match="has no locks .No locks available.: if a second run writes"):
         run_directory_lock.lock_run_directory(tmp_path)
     run_directory_lock.lock_run_directory(tmp_path)  # says so once
+
+
+def test_lock_of_another_host_that_is_free_is_taken_over_with_a_warning(tmp_path: Path) -> None:
+    record = tmp_path / run_directory_lock.LOCK_FILE
+    record.write_text("process 12 on host elsewhere since 2020-01-01T00:00:00+00:00\n")
+    try:
+        with pytest.warns(
+            UserWarning, match=r"was left by process 12 on host elsewhere since 2020.* Make sure that it has ended"
+        ):
+            run_directory_lock.lock_run_directory(tmp_path)
+        assert f"process {os.getpid()} on host" in record.read_text()
+    finally:
+        run_directory_lock._unlock_all()
+    record.write_text(f"process 12 on host {socket.gethostname()} since 2020-01-01T00:00:00+00:00\n")
+    with warnings.catch_warnings(action="error"):
+        run_directory_lock.lock_run_directory(tmp_path)
+    run_directory_lock._unlock_all()
 
 
 def lock_and_unlock(folder: str, turns: int) -> int:

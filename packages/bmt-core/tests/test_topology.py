@@ -69,6 +69,7 @@ def test_old_attributes_follow_their_formulas(grid: tuple[int, int, int], rank: 
     assert (t.pp_zero_idx, t.pp_zero_id, t.tp_zero_idx, t.tp_zero_id) == (t.stage_id, t.pipe_idx, t.tp_id, t.tp_idx)
     assert (t.pp_tp_zero_idx, t.pp_tp_zero_id) == (t.stage_id * tp + t.tp_id, t.pipe_idx // tp)
     assert (t.zero_idx, t.zero_id, t.data_size) == (0, rank, world // tp)
+    assert t.has_other_axes == (pp * tp > 1)
     names = ("pipe", "zero", "tp_zero", "tp")
     assert [t.get_group_id(n) for n in names] == [t.pipe_idx, 0, t.tp_zero_idx, t.tp_idx]
     assert [t.get_group_rank(n) for n in names] == [t.stage_id, rank, t.tp_zero_id, t.tp_id]

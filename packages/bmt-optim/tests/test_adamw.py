@@ -112,6 +112,19 @@ def test_decay_of_float32_parameters_that_is_l2_by_default_warns_once_at_the_use
     assert "bmt.optim.AdamW" in str(caught[0].message) and "decoupled_weight_decay=False" in str(caught[0].message)
 
 
+def _with_a_group_added_later() -> AdamOptimizer:
+    optimizer = AdamOptimizer(parameters())
+    for _ in range(2):
+        optimizer.add_param_group({"params": parameters(), "weight_decay": 0.1})
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [_with_a_group_added_later, lambda: create("adam", parameters(), weight_decay=0.1)])
+def test_decay_that_is_l2_by_default_warns_however_the_optimizer_gets_it(make: Any) -> None:
+    caught = _warnings_of(make)
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
 @pytest.mark.parametrize("kind", [AdamOptimizer, AdamOffloadOptimizer])
 @pytest.mark.parametrize(
     ("dtype", "options"),

@@ -59,9 +59,10 @@ def _groups_and_errors() -> tuple[Any, Any, list[str], list[str]]:
         {"params": [adapter, nn.Parameter(torch.ones(3))]},
         {"params": [*model.parameters()], "weight_decay": 0.0},
     ]
+    by_names_that_no_parameter_has = [{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}]
     accepted = [
         _error_of(lambda: OptimManager().add_optimizer(AdamW(groups, weight_decay=0.1)))  # noqa: B023
-        for groups in (alike, by_module)
+        for groups in (alike, by_module, by_names_that_no_parameter_has)
     ]
     chosen = param_groups(model, weight_decay=0.1)
     exempt = param_groups(model, weight_decay=0.1, no_decay=("embedding.*", "no such"))

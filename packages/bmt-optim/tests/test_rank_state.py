@@ -26,7 +26,7 @@ def test_an_optimizers_own_state_of_another_rank_is_refused(
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_whole_states_of_plain_torch_are_refused_with_the_way_to_load_them(run_ranks: Any, world_size: int) -> None:
     for error in run_ranks(_load_whole_states, world_size):
-        assert error.startswith("The optimizer state has exp_avg of shape (4, 3) for parameter 0, a whole tensor")
+        assert error.startswith("The optimizer state has exp_avg of shape (4, 3) for a part of shape (")
         assert "docs/training.md" in error and "scatter_state" in error
 
 
@@ -67,3 +67,22 @@ def _stepped(kind: Any, p: torch.nn.Parameter) -> torch.optim.Optimizer:
     p.grad = torch.full_like(p, runtime.rank() + 1)
     optimizer.step()
     return optimizer
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1,)])
+def test_torchs_state_of_other_shapes_is_refused(run_ranks: Any, shape: tuple[int, ...]) -> None:
+    for error in run_ranks(_load_whole_state, 2, shape):
+        assert f"has exp_avg of shape {shape} for a part of shape (6,) of a parameter of shape (4, 3)" in error
+        assert "bmt.save_checkpoint" in error
+
+
+def _load_whole_state(shape: tuple[int, ...]) -> str:
+    whole = torch.nn.Parameter(torch.ones(shape))
+    whole.grad = torch.ones(shape)
+    plain = torch.optim.AdamW([whole])
+    plain.step()
+    optimizer = torch.optim.AdamW([DistributedParameter(torch.ones(4, 3))])
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load_state_dict(plain.state_dict())
+    assert not optimizer.state
+    return str(caught.value)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run.first_values import FirstValues
 
 
 class Scale(nn.Module):
@@ -85,6 +89,14 @@ class MemoryMeter(TorchDispatchMode):
     def current(self) -> int:
         """Bytes that live now; a storage may have been resized since it was made."""
         return sum(storage.nbytes() for found in self._made.values() if (storage := found()) is not None)
+
+
+@contextmanager
+def without_sums_of_first_values() -> Iterator[None]:
+    """Inside, no sums of whole tensors are noted: they need some 100 kB, which is much beside these models only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FirstValues, "is_awaited", lambda *_: False)
+        yield
 
 
 def whole_bytes(module: nn.Module) -> int:

@@ -19,6 +19,15 @@ _THIS_HOST = "127.0.0.1"
 # Below the ports that Linux gives to outgoing connections (32768 and above).
 _FIRST_PORT, _PORTS = 10_000, 20_000
 
+OTHER_LAUNCHERS: tuple[tuple[str, str, str | None], ...] = (
+    ("an MPI launcher", "PMI_RANK", "PMI_SIZE"),
+    ("MVAPICH2's launcher", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    ("PMIx's launcher", "PMIX_RANK", None),
+)
+"""Launchers whose processes are refused, and their variables for the rank and, if there is one, the number of processes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -48,12 +57,14 @@ class Launch:
         environ = os.environ if environ is None else environ
         if "RANK" in environ:
             return _of_torchrun(environ)
-        launch = _of_open_mpi(environ) or _of_slurm(environ)
+        launch = _of_open_mpi(environ)
+        if launch is None:
+            _check_no_other_launcher(environ)
+            launch = _of_slurm(environ)
         if launch is None and "WORLD_SIZE" in environ:
             raise _not_set("RANK")
         launch = launch or cls()
         _check_same_world_size(environ, launch)
-        _check_no_other_launcher(environ, launch)
         return launch
 
 
@@ -81,6 +92,23 @@ def rendezvous_address(launch: Launch, environ: Mapping[str, str] | None = None)
     return host, port
 
 
+def separate_runs(environ: Mapping[str, str] | None = None) -> str:
+    """Return a warning if ``srun`` has started several torchruns, and this one has not joined all of them; "" otherwise.
+
+    >>> "torchrun has joined 1 of them" in separate_runs({"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"})
+    True
+    """
+    environ = os.environ if environ is None else environ
+    tasks, joined = _integer(environ, "SLURM_STEP_NUM_TASKS", 1), _integer(environ, "GROUP_WORLD_SIZE", 1)
+    if "GROUP_WORLD_SIZE" not in environ or joined >= tasks:
+        return ""
+    return (
+        f"Slurm has started {tasks} tasks, and torchrun has joined {joined} of them to this run: the others train models of their"
+        f" own. For one run, start every torchrun with --nnodes {tasks} --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or no"
+        " torchrun but srun python train.py."
+    )
+
+
 def _of_torchrun(environ: Mapping[str, str]) -> Launch:
     launcher = TORCHRUN if "TORCHELASTIC_RUN_ID" in environ else BY_HAND
     return _read(environ, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -93,12 +121,13 @@ def _of_open_mpi(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Launch | None:
-    # Inside a step SLURM_NTASKS may be that of the job; SLURM_STEP_NUM_TASKS is always that of the step.
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    if "SLURM_PROCID" not in environ or size_name not in environ:
+    size_name = _slurm_size_name(environ)
+    if environ.get("SLURM_PROCID", "0") == "0" and size_name not in environ:
+        return None  # the batch script of a job without --ntasks
+    if "SLURM_PROCID" not in environ:
         return None  # a login shell or salloc's: no task of a step
     world_size = _integer(environ, size_name)
-    if world_size > 1 and environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ:
+    if world_size > 1 and _is_batch_script(environ):
         raise ConfigError(
             f"{size_name} is {world_size}, and the batch script of this Slurm job has started one process without srun."
             " Write srun python train.py in the script, which starts all tasks, or torchrun, or SLURM_NTASKS=1 python train.py for"
@@ -193,18 +222,35 @@ def _check_same_world_size(environ: Mapping[str, str], launch: Launch) -> None:
         )
 
 
-def _check_no_other_launcher(environ: Mapping[str, str], launch: Launch) -> None:
-    """Refuse a process that MPICH's or Intel's mpirun started, unless Slurm says the same of it."""
-    rank, size = environ.get("PMI_RANK"), environ.get("PMI_SIZE", "1")
-    if rank is None or size == "1" or (rank, size) == (str(launch.rank), str(launch.world_size)):
-        return
-    if launch.launcher == OPEN_MPI:
-        return
-    raise ConfigError(
-        f"PMI_RANK={rank} and PMI_SIZE={size}: an MPI launcher has started {size} processes, and each would be a run of its own."
-        " bmt reads the variables of torchrun, of Slurm (srun) and of Open MPI (mpirun). Start with one of these, or set RANK,"
-        " WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
-    )
+def _check_no_other_launcher(environ: Mapping[str, str]) -> None:
+    """Refuse a process that a launcher started whose variables are not read, unless Slurm says the same of it."""
+    of_slurm = _slurm_rank_and_size(environ)
+    for launcher, rank_name, size_name in OTHER_LAUNCHERS:
+        rank, size = environ.get(rank_name), environ.get(size_name) if size_name else None
+        if rank is None or size == "1" or (of_slurm and rank == of_slurm[0] and size in (None, of_slurm[1])):
+            continue
+        given = f"{rank_name}={rank}" if size is None else f"{rank_name}={rank} and {size_name}={size}"
+        raise ConfigError(
+            f"{given}: {launcher} has started {size or 'several'} processes, and each would be a run of its own."
+            " bmt reads the variables of torchrun, of Slurm (srun) and of Open MPI (mpirun). Start with one of these, or set RANK,"
+            f" WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. If this process is alone, unset {rank_name}."
+        )
+
+
+def _slurm_rank_and_size(environ: Mapping[str, str]) -> tuple[str, str | None] | None:
+    """Return what Slurm says of this task of a step; None if it is no such task."""
+    if "SLURM_PROCID" not in environ or _is_batch_script(environ):
+        return None
+    return environ["SLURM_PROCID"], environ.get(_slurm_size_name(environ))
+
+
+def _slurm_size_name(environ: Mapping[str, str]) -> str:
+    # Inside a step SLURM_NTASKS may be that of the job; SLURM_STEP_NUM_TASKS is always that of the step.
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+
+
+def _is_batch_script(environ: Mapping[str, str]) -> bool:
+    return environ.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environ
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -251,6 +251,30 @@ def call_after(owner: Any, name: str, change: Callable[[Any, Any], None]) -> Cal
     return undo
 
 
+def explain_error(
+    owner: Any, name: str, kind: type[Exception], explain: Callable[[Exception], str]
+) -> Callable[[], None]:
+    """Add the text of ``explain(error)`` to errors of ``kind`` in calls of ``owner.name``; return a function that undoes this."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except kind as error:
+            text = explain(error)
+            if not text:
+                raise
+            raise kind(f"{error}{text}") from error
+
+    def undo() -> None:
+        if getattr(owner, name) is explained:
+            setattr(owner, name, function)
+
+    setattr(owner, name, explained)
+    return undo
+
+
 def stream_address(device: int) -> int:
     """Return the address of the current stream of that CUDA device; ``torch.cuda.current_stream`` takes ten times as long."""
     address: int = torch._C._cuda_getCurrentRawStream(device)

@@ -12,7 +12,6 @@ from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.ops import REFERENCE, Kernels, choose_host_kernels
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
-from bmt_core.run.topology import DATA_AXIS
 
 
 def world() -> Group:
@@ -34,8 +33,7 @@ def with_a_group(params: Any) -> Any:
     if isinstance(params, (torch.Tensor, dict)) or not is_initialized():
         return params
     listed = list(params)
-    has_stages = any(size > 1 for name, size in current().topology.sizes.items() if name != DATA_AXIS.name)
-    return listed if listed or not has_stages else [{"params": []}]
+    return listed if listed or not current().topology.has_other_axes else [{"params": []}]
 
 
 def replicas(parameter: torch.nn.Parameter) -> int:

@@ -1,7 +1,8 @@
 """One run at a time writes checkpoints to a directory: its rank 0 locks a file there, and deletes it at ``shutdown()``.
 
 The lock is the operating system's. It ends with the process that holds it, however that process ends. On NFS, the lock of a
-host that lost its power ends when the server gives it up, after a minute or two.
+host that lost its power ends when the server gives it up, after a minute or two. Where locks hold on their own host only, the text
+in the file tells of a run on another host.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def lock_run_directory(folder: Path) -> None:
             os.close(descriptor)
             descriptor = _open_and_lock(path)
         _locked[path] = descriptor
+        _warn_of_other_host(path, descriptor)
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()} since {started}\n".encode(), 0)
@@ -53,7 +55,7 @@ def _open_and_lock(path: Path) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        writer = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
+        writer = _read(descriptor) or "another process"
         os.close(descriptor)
         raise CheckpointError(
             f"Another run writes its checkpoints to {path.parent}: {writer}. Two runs would overwrite each other's files."
@@ -65,6 +67,20 @@ def _open_and_lock(path: Path) -> int:
             " it is not noticed."
         )
     return descriptor
+
+
+def _warn_of_other_host(path: Path, descriptor: int) -> None:
+    """Warn if a run of another host has left ``path``: on some file systems a lock holds on its own host only."""
+    writer = _read(descriptor)
+    if writer and f" on host {socket.gethostname()} " not in writer:
+        warn_user(
+            f"{path} was left by {writer}, and is taken over. Make sure that it has ended: not every file system shows the locks"
+            " of other hosts, and two runs would overwrite each other's files."
+        )
+
+
+def _read(descriptor: int) -> str:
+    return os.pread(descriptor, 300, 0).decode(errors="replace").strip()
 
 
 def _is_open_file(path: Path, descriptor: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bmt_core.errors import ConfigError
-from bmt_core.launch import ONE_PROCESS, Launch, rendezvous_address
+from bmt_core.launch import ONE_PROCESS, OTHER_LAUNCHERS, Launch, rendezvous_address
 
 Severity = Literal["error", "warning", "advice"]
 
@@ -144,7 +144,10 @@ _RULES = (
 
 
 _FOR_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+_OF_LAUNCHERS = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"),
+    *(name for _, *names in OTHER_LAUNCHERS for name in names if name),
+)
 
 
 def describe_launcher(environ: Mapping[str, str]) -> str:

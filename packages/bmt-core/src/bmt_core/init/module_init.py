@@ -20,7 +20,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.init.model_order import ModelOrder
 from bmt_core.init.whole_on_read import WholeOnRead, is_block
 from bmt_core.modules.outermost_call import reading_parts
-from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter, note_whole_values
 from bmt_core.params.parameter_holders import group_of_owners
 from bmt_core.params.uninitialized import (
     has_values,
@@ -92,6 +92,7 @@ def _run_init_method(parameter: DistributedParameter) -> None:
     whole = torch.empty(parameter.whole_shape, dtype=parameter.dtype, device=parameter.device)
     parameter._init_method(whole)
     parameter.copy_(parameter.local_part(parameter.own_slice(whole)))
+    note_whole_values(parameter, whole, version=parameter._version)
 
 
 @contextmanager

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from bmt_core.errors import ConfigError
-from bmt_core.params.parameter import DistributedParameter, set_data_silently
+from bmt_core.params.parameter import DistributedParameter, note_whole_values, set_data_silently
 from bmt_core.params.uninitialized import can_hold_nan, fill_with_nan, has_nan, has_values, mark_uninitialized
+from bmt_core.run.runtime import current
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class WholeOnRead:
             parameter._is_lent = False
             if not state.has_values or (state.is_target and parameter in self._whole):  # still whole after an error
                 mark_uninitialized(parameter)  # again: set_data_silently changed its version
+            current().first_values.settle(parameter)
         if lost and error is None:
             raise _not_whole(", ".join(lost))
 
@@ -104,6 +106,7 @@ class WholeOnRead:
             state = self._whole[parameter]
             if state.is_target and self._has_values(parameter) and parameter not in self._settled:
                 state.part.copy_(parameter.local_part(parameter.own_slice(parameter.detach())))
+                note_whole_values(parameter, parameter.detach(), version=None)
             del self._whole[parameter]
             _lend_placeholder(parameter, state)
 

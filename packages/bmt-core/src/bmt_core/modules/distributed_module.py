@@ -11,7 +11,7 @@ from torch import nn
 from bmt_core.errors import ConfigError
 from bmt_core.modules.gathered_copy import is_copy_of
 from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
-from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter, note_whole_values
 from bmt_core.params.uninitialized import require_values
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -190,6 +190,7 @@ def _replace_by_part(
         )
         del state_dict[key]
         return
+    note_whole_values(parameter, value.detach(), version=parameter._version + 1)  # torch's copy to it is one write
     part = parameter.local_part(parameter.own_slice(value.detach()))
     part._bmt_part = True  # type: ignore[attr-defined]
     state_dict[key] = part

@@ -3,7 +3,7 @@
 ``model.head.weight`` gathers a temporary copy. A constructor may write to it as in plain torch: ``self.weight.data[0].zero_()``, or
 ``torch.nn.init.zeros_(model.head.weight)``. Until the parameter is trained, such a write takes effect: every rank makes it, and
 keeps its part of the result. Later it raises: an optimizer may have changed the parameter since the copy was gathered. Every
-rank must write the same, which is not compared. Arrays of numpy that share a copy's memory are read-only.
+rank must write the same, which is compared at the model's first call. Arrays of numpy that share a copy's memory are read-only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.nested import map_tensors, tensors_in
-from bmt_core.params.parameter import DistributedParameter
+from bmt_core.params.parameter import DistributedParameter, note_whole_values
 from bmt_core.torch_internals import storage_key, without_torch_functions
 
 _SETTERS = ("__set__", "requires_grad_")
@@ -58,6 +58,7 @@ class _Source:
             )
         with torch.no_grad():
             parameter.detach().copy_(parameter.local_part(self._whole.detach()))
+            note_whole_values(parameter, self._whole.detach(), version=parameter._version)
         self._version = parameter._version
 
 
@@ -75,7 +76,9 @@ class GatheredCopy(torch.Tensor):
         copies = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, GatheredCopy)]
         name = getattr(func, "__name__", str(func))
         if name in _SETTERS and args and isinstance(args[0], GatheredCopy):
-            _refuse("Setting an attribute" if name == "__set__" else f"{name}()")
+            if getattr(func, "__self__", None) is not torch.Tensor.data:
+                _refuse("Setting an attribute" if name == "__set__" else f"{name}()")
+            return _set_data(args[0], args[1])
         with without_torch_functions():
             versions = [copy._version for copy in copies]
             result = func(*args, **kwargs)
@@ -127,6 +130,17 @@ def _copy_of(tensor: torch.Tensor, source: _Source) -> GatheredCopy:
     copy = tensor.as_subclass(GatheredCopy)
     copy._source = source
     return copy
+
+
+def _set_data(copy: GatheredCopy, value: torch.Tensor) -> None:
+    """Write ``value`` to ``copy``. After ``weight.data *= 2``, which assigns what it has written to, that is done."""
+    with without_torch_functions():
+        is_written = value.is_set_to(copy)
+        is_alike = (value.shape, value.dtype) == (copy.shape, copy.dtype) and not isinstance(value, GatheredCopy)
+    if not is_written and not is_alike:
+        _refuse("Setting .data to another copy, or to a tensor of another shape or dtype,")
+    if not is_written:
+        copy.detach().copy_(value)
 
 
 def _ordinary(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from bmt_core.torch_internals import (
     before_rules_of_shape,
     call_after,
     call_before,
+    explain_error,
     storage_key,
 )
 
@@ -53,6 +54,7 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_collectives(_refuse_collectives))
     runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
     runtime.at_shutdown.append(call_before(Optimizer, "load_state_dict", _refuse_state_of_others))
+    runtime.at_shutdown.append(explain_error(Optimizer, "__init__", ValueError, _what_a_rank_without_parameters_passes))
     for name in ("unscale_", "step"):
         runtime.at_shutdown.append(call_before(GradScaler, name, _refuse_scaler))
 
@@ -145,37 +147,52 @@ def _say_whose_parts(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _refuse_state_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    _refuse_whole_states(optimizer, state_dict)
-    if not _has_parts(optimizer):
-        return
     own = current().rank, current().world_size
     saved = state_dict.get("rank", own[0]), state_dict.get("world_size", own[1])
-    if saved != own:
+    if saved != own and _has_parts(optimizer):
         raise CheckpointError(
             f"The optimizer state is that of rank {saved[0]} of {saved[1]}, and this is rank {own[0]} of {own[1]}: state_dict() of"
-            " an optimizer has the states of this rank's parts alone. Save by bmt.save_checkpoint(directory, model, manager), or"
-            " OptimManager.state_dict(gather_opt=True), which hold whole states and load at any number of ranks."
+            f" an optimizer has the states of this rank's parts alone. {_STATES_THAT_LOAD}"
         )
+    if "rank" not in state_dict:
+        _refuse_states_of_other_shapes(optimizer, state_dict)
 
 
-def _refuse_whole_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in state_dict.get("param_groups", ()) for index in group["params"]]
-    # Not strict: torch refuses other numbers of parameters.
-    for number, (p, index) in enumerate(zip(parameters, indices, strict=False)):
-        for key, value in state_dict.get("state", {}).get(index, {}).items():
-            if _is_whole(p, value):
+def _refuse_states_of_other_shapes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Refuse a state that was not saved from parts, as by one process in plain torch: it would be broadcast, or fail in a step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in state_dict.get("param_groups", ()) for number in group["params"]]
+    for p, number in zip(parameters, numbers, strict=False):  # torch compares the lengths
+        if not isinstance(p, DistributedParameter):
+            continue
+        for key, value in state_dict.get("state", {}).get(number, {}).items():
+            if not isinstance(value, torch.Tensor) or key == "step" or not value.dim() or value.shape == p.shape:
+                continue
+            is_whole = value.shape == p.whole_shape
+            if p.is_part or is_whole:
                 raise CheckpointError(
-                    f"The optimizer state has {key} of shape {tuple(value.shape)} for parameter {number}, a whole tensor, as plain"
-                    " torch saves it, and here parameters are flat parts. Load whole states by bmt_optim.scatter_state(manager,"
-                    " model.named_parameters(), states): docs/training.md has an example."
+                    f"The optimizer state has {key} of shape {tuple(value.shape)} for a part of shape {tuple(p.shape)} of"
+                    f" {p.description}: it is not of this rank's parts. {_WHOLE_STATES if is_whole else _STATES_THAT_LOAD}"
                 )
 
 
-def _is_whole(parameter: torch.Tensor, value: Any) -> bool:
-    if not isinstance(parameter, DistributedParameter) or not isinstance(value, torch.Tensor):
-        return False
-    return value.dim() > parameter.dim() and value.shape == parameter.whole_shape
+_STATES_THAT_LOAD = (
+    "Save by bmt.save_checkpoint(directory, model, manager), or OptimManager.state_dict(gather_opt=True), which hold whole states"
+    " and load at any number of ranks."
+)
+_WHOLE_STATES = (
+    "Whole states, as plain torch saves them, load by bmt_optim.scatter_state(manager, model.named_parameters(), states):"
+    " docs/training.md has an example."
+)
+
+
+def _what_a_rank_without_parameters_passes(error: Exception) -> str:
+    if "empty parameter list" not in str(error) or not current().topology.has_other_axes:
+        return ""
+    return (
+        f": rank {current().rank} has no parameter to train. If that is right, because its layers are frozen and other ranks have"
+        ' others, pass [{"params": [...]}] on every rank, or bmt.optim.param_groups(model).'
+    )
 
 
 def _refuse_rules_of_shape(needs: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.modules.outermost_call import is_call_under_way, reading_parts, refusing_calls
-from bmt_core.params.parameter import DistributedParameter, set_data_silently
+from bmt_core.params.parameter import DistributedParameter, note_whole_values, set_data_silently
 from bmt_core.params.uninitialized import has_values, list_names
 from bmt_core.torch_internals import storage_key
 
@@ -44,8 +44,9 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
 
     Use it to initialise by hand, to merge LoRA adapters, or for code that reads the shape of a weight. A
     :class:`DistributedParameter` stays the same object; its data is a tensor of ``whole_shape``, on every rank. At the end each
-    rank keeps its part of the parameters that were written to; every rank must have written the same values. After an exception
-    the old values are restored. Modules must not be called inside, nor an optimizer's step.
+    rank keeps its part of the parameters that were written to; every rank must have written the same values, and before the
+    model's first call this is compared. After an exception the old values are restored. Modules must not be called inside, nor an
+    optimizer's step.
 
     Each rank needs memory for the whole of ``module``. For a large model take one Block after the other:
     ``for layer in model.layers: with whole_parameters(layer): ...``. Collective.
@@ -91,6 +92,7 @@ def _keep_own_parts(lent: dict[DistributedParameter, _Lent], names: dict[Distrib
                 wrong.append(f"{names[parameter]} {tuple(whole.shape)} instead of {tuple(parameter.whole_shape)}")
             elif is_written:
                 loan.part.copy_(parameter.local_part(parameter.own_slice(whole)))
+                note_whole_values(parameter, whole, version=parameter._version)
     if wrong:
         raise ConfigError(
             f"Inside whole_parameters(), parameters got data of other shapes: {', '.join(wrong)}. They keep their old values."

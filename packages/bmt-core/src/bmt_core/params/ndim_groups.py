@@ -24,12 +24,12 @@ def note_groups_by_shape(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`ConfigError` if ``p.ndim >= 2`` has put all sharded parameters into one group, with a decay of its own.
+    """Raise :class:`ConfigError` if ``p.ndim >= 2`` has put all sharded parameters into a group that decays less than another.
 
     Communicates nothing: all ranks have the same groups.
     """
     for number, group in enumerate(groups):
-        others = [(i, other) for i, other in enumerate(groups) if i != number and _decay(other) != _decay(group)]
+        others = [(i, other) for i, other in enumerate(groups) if _decay(other) > _decay(group)]
         is_alone = all(p.ndim >= 2 for i, other in enumerate(groups) if i != number for p in other["params"])
         matrices, vectors = _sharded(group, is_matrix=True), _sharded(group, is_matrix=False)
         if not others or not is_alone or not matrices or not vectors or any(p.ndim >= 2 for p in group["params"]):
@@ -39,7 +39,7 @@ def check_groups_by_ndim(groups: Sequence[Mapping[str, Any]]) -> None:
             f"Parameter group {number} (weight_decay={_decay(group)}) has all sharded parameters, matrices and vectors together:"
             f" {matrices[0].description}, {vectors[0].description}, ...; group {where} (weight_decay={_decay(other)}) has none."
             " So they seem to be chosen by p.ndim, which is 1 for each rank's part of any parameter. Use"
-            f" bmt.optim.param_groups(model, weight_decay={max(_decay(group), _decay(other))}), which goes by whole shapes; its"
+            f" bmt.optim.param_groups(model, weight_decay={_decay(other)}), which goes by whole shapes; its"
             " no_decay=(...) takes names of parameters that shall not decay."
         )
 

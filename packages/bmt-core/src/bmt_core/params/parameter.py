@@ -465,6 +465,19 @@ def note_first_values(parameter: DistributedParameter, full: torch.Tensor, *, is
     runtime.first_values.note(parameter, full, group, is_filled=is_filled)
 
 
+def note_whole_values(parameter: DistributedParameter, whole: torch.Tensor, *, version: int | None) -> None:
+    """Note that this rank was given ``whole``, of :attr:`whole_shape`, before the first call: see :meth:`FirstValues.note_anew`.
+
+    Every way by which a program sets whole values tells it, so that ranks that were given different ones find out.
+    """
+    first_values = current().first_values
+    if first_values.is_awaited(parameter) and not whole.is_meta:
+        # A parameter that is cut has noted its slice, or the whole if the whole was cut here.
+        first_values.note_anew(parameter, whole, version=version)
+        if parameter.full_shape != parameter.whole_shape:
+            first_values.note_anew(parameter, parameter.own_slice(whole), version=version)
+
+
 def own_part(data: torch.Tensor, shard: Shard, device: torch.device) -> torch.Tensor:
     """Return a copy on ``device`` of this rank's part of ``data``; uninitialised memory if ``data`` is on the meta device."""
     if data.is_meta:

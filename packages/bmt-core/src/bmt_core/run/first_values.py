@@ -4,15 +4,16 @@ the same values.
 Each rank keeps its part of a whole tensor that every rank was given. If the ranks were given
 different ones (weights loaded on rank 0 only, or another seed on every rank), the parts would be
 stitched together to a model that nobody has made. So a rank notes a sum of the bits of each whole
-tensor when it keeps its part. At the first call of a module the ranks compare them. Values that
-were set in between, by :func:`init_parameters` or from a file, are not compared.
+tensor when it keeps its part, and again when it is given another one: by ``load_state_dict``, an
+initialisation or code that writes whole parameters. At the first call of a module the ranks compare
+them. Parts that were written since, by :func:`load` for example, are not compared.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -36,6 +37,7 @@ class FirstValues:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, ...], tuple[Group, list[_Noted]]] = {}
+        self._of_tensors: dict[int, _Noted] = {}  # by id
 
     def note(self, kept: torch.Tensor, whole: torch.Tensor, group: Group, *, is_filled: bool, name: str = "") -> None:
         """Note the values of ``whole``, of which this rank has kept ``kept``; all ranks of
@@ -50,6 +52,31 @@ class FirstValues:
         _, noted = self._noted.setdefault(group.ranks, (group, []))
         bits = sum_of_bits(whole) if is_filled and whole.layout is torch.strided else None
         noted.append(_Noted(weakref.ref(kept), kept._version, whole.shape, whole.dtype, bits, name))
+        self._of_tensors[id(kept)] = noted[-1]
+
+    def note_anew(self, kept: torch.Tensor, whole: torch.Tensor, *, version: int | None) -> None:
+        """Note ``whole`` in place of what was noted of ``kept``, if that was not compared yet.
+
+        ``kept`` has this rank's part of it when its count of writes is ``version``; None: when
+        :meth:`settle` is called. Communicates nothing.
+        """
+        noted = self._found(kept)
+        if noted is not None and whole.shape == noted.shape:
+            noted.bits, noted.version = sum_of_bits(whole.to(noted.dtype)), version
+
+    def is_awaited(self, kept: torch.Tensor) -> bool:
+        """Whether the values of ``kept`` will be compared at the next call, so that :meth:`note_anew` should be called."""
+        return self._found(kept) is not None
+
+    def settle(self, kept: torch.Tensor) -> None:
+        """Say that ``kept`` has its part now of what :meth:`note_anew` has noted."""
+        noted = self._found(kept)
+        if noted is not None and noted.version is None:
+            noted.version = kept._version
+
+    def _found(self, kept: torch.Tensor) -> _Noted | None:
+        noted = self._of_tensors.get(id(kept))
+        return noted if noted is not None and noted.kept() is kept else None
 
     def compare(self) -> None:
         """Compare all values that were noted since the last comparison. Collective over each group
@@ -61,15 +88,17 @@ class FirstValues:
         if not self._noted:
             return
         noted, self._noted = self._noted, {}
+        self._of_tensors.clear()
         for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
             with call_purpose("to compare the first values of parameters and buffers"):
                 # Names may have changed on some ranks: a layer that a stage leaves to another one keeps its old name.
                 check_equal_entries(list(_entries(values)), group, _ADVICE, compares_names=False)
 
 
-class _Noted(NamedTuple):
+@dataclass(slots=True)
+class _Noted:
     kept: weakref.ref[torch.Tensor]
-    version: int
+    version: int | None
     shape: torch.Size
     dtype: torch.dtype
     bits: torch.Tensor | None

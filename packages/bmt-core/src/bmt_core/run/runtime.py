@@ -8,9 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
-from urllib.parse import urlparse
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,8 +17,8 @@ from torch import nn
 
 from bmt_core.comm.call_check import CallCheck
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
-from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
-from bmt_core.launch import OPEN_MPI, SLURM, Launch, rendezvous_address
+from bmt_core.errors import ConfigError, NotInitializedError
+from bmt_core.launch import OPEN_MPI, SLURM, Launch, separate_runs
 from bmt_core.ops import Kernels, choose_kernels
 from bmt_core.ops.kernel_choice import VARIABLE as KERNELS_VARIABLE
 from bmt_core.plugins import Registry, compare_across_ranks
@@ -28,6 +26,7 @@ from bmt_core.plugins.protocols import MakeBlock
 from bmt_core.run.bmtrain_names import check_axes_are_provided
 from bmt_core.run.first_values import FirstValues
 from bmt_core.run.lanes import Lanes
+from bmt_core.run.rendezvous import launcher_serves_store, rendezvous_store
 from bmt_core.run.start_section import start_section
 from bmt_core.run.topology import Topology, check_axis_sizes, grid_sizes
 from bmt_core.settings import (
@@ -43,12 +42,10 @@ from bmt_core.settings import (
     common_settings,
     is_timeout,
 )
+from bmt_core.user_warnings import warn_user
 
 _current: Runtime | None = None
 _starts = 0
-# One store per process and address, as long as the process lives: other ranks would fail if the server closed while they still use
-# it. Every start has its own prefix in the store.
-_stores: dict[tuple[str | None, ...], dist.Store] = {}
 
 CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
 """Called when a call has ended, with the parameters outside of Blocks that it has read; None: it has failed."""
@@ -186,7 +183,7 @@ def init_distributed(
         raise ConfigError("bmt is initialised already. Call shutdown() before another init_distributed().")
     launch = Launch.from_env()
     # A wrong timeout is refused with the other settings, when this rank can tell the others.
-    store = _connect(init_method, launch, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT)
+    store = rendezvous_store(init_method, launch, _starts, timeout if is_timeout(timeout) else DEFAULT_TIMEOUT)
     _starts += 1
     section = partial(start_section, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     with section("settings and plugins"):
@@ -271,6 +268,9 @@ def init_distributed(
         raise
     if launch.rank == 0:
         print(runtime.describe(), flush=True)
+        apart = separate_runs()
+        if apart:
+            warn_user(apart)
 
 
 def shutdown() -> None:
@@ -329,57 +329,6 @@ def synchronize() -> None:
         torch.cuda.synchronize(runtime.device)
 
 
-def _connect(init_method: str, launch: Launch, timeout: float) -> dist.Store | None:
-    if launch.world_size == 1:
-        return None
-    address = _address(init_method, launch)
-    key = (init_method, str(address), str(launch.rank))
-    if key not in _stores:
-        _stores.clear()
-        _stores[key] = _rendezvous(init_method, address, launch, timeout)
-    store = dist.PrefixStore(f"bmt/{_starts}", _stores[key])
-    store.set_timeout(timedelta(seconds=timeout))
-    return store
-
-
-def _address(init_method: str, launch: Launch) -> tuple[str, int] | None:
-    """Return host and port of the rendezvous; None if it is no server, but a file for example."""
-    url = urlparse(init_method)
-    if url.scheme == "env":
-        return rendezvous_address(launch)
-    return (url.hostname, url.port) if url.scheme == "tcp" and url.hostname and url.port else None
-
-
-def _rendezvous(init_method: str, address: tuple[str, int] | None, launch: Launch, timeout: float) -> dist.Store:
-    """Return the store of ``init_method``. If rank 0 serves it, it does not wait for the others here.
-
-    Torch's own rendezvous would wait, and not name the ranks that are missing.
-    """
-    patience = timedelta(seconds=timeout)
-    if address is None:
-        store: dist.Store = next(dist.rendezvous(init_method, launch.rank, launch.world_size, timeout=patience))[0]
-        return store
-    host, port = address
-    serves = launch.rank == 0 and not _launcher_serves_store()
-    # The launcher's store outlives the ranks of earlier attempts.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    try:
-        served = dist.TCPStore(
-            host, port, launch.world_size, serves, patience, wait_for_workers=False, multi_tenant=True
-        )
-        return dist.PrefixStore(f"attempt/{attempt}", served)
-    except dist.DistNetworkError as error:
-        if serves:
-            raise ConfigError(
-                f"Rank 0 cannot serve the rendezvous at port {port} of this host, which another run may use: {error}"
-                " Set another MASTER_PORT on all ranks."
-            ) from error
-        raise RemoteError(
-            f"Rank {launch.rank} cannot reach {host}:{port}, where rank 0 or the launcher should be: {error} Look at the output"
-            " of rank 0, which may not have started, and at MASTER_ADDR and MASTER_PORT."
-        ) from error
-
-
 def _check_calls(store: dist.Store | None, launch: Launch, settings: RunSettings) -> CallCheck | None:
     in_file = isinstance(store, dist.PrefixStore) and isinstance(store.underlying_store, dist.FileStore)
     if store is None or settings.check_calls is False or (in_file and settings.check_calls is None):
@@ -390,7 +339,7 @@ def _check_calls(store: dist.Store | None, launch: Launch, settings: RunSettings
         world_size=launch.world_size,
         always=bool(settings.check_calls),
         timeout=settings.timeout,
-        serves_store=launch.rank == 0 and not _launcher_serves_store(),
+        serves_store=launch.rank == 0 and not launcher_serves_store(),
     )
 
 
@@ -400,10 +349,6 @@ def _failure_under_way() -> str:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {error}"
-
-
-def _launcher_serves_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _choose_device(settings: RunSettings, launch: Launch) -> torch.device:

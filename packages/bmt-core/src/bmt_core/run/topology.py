@@ -171,6 +171,11 @@ class Topology(OldTopologyNames):
         """How many ranks see different data: the product of the axes that shard it."""
         return math.prod(self.sizes[name] for name in self._data_axes())
 
+    @property
+    def has_other_axes(self) -> bool:
+        """Whether there are ranks along other axes than ``dp``, which may have layers of their own."""
+        return any(size > 1 for name, size in self.sizes.items() if name != DATA_AXIS.name)
+
     def _data_axes(self) -> list[str]:
         return [name for name in self.sizes if name not in self.same_data_axes]
 

@@ -94,7 +94,7 @@ def _clean_up() -> None:
     if runtime is not None:
         runtime.shutdown()
         # The next run has another store, perhaps on the same port, and its ranks may have run different numbers of jobs.
-        runtime._stores.clear()
+        sys.modules["bmt_core.run.rendezvous"]._stores.clear()
         runtime._starts = 0
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

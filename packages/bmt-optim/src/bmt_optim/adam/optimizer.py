@@ -81,6 +81,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     name: ClassVar[str] = "adam"
     skips_on_device = True
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
+    _has_warned_of_l2 = False
 
     _stream: UpdateStream
     _plan: UpdatePlan
@@ -118,7 +119,6 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         self.compact_master = compact_master
         self._reset()
         super().__init__(with_a_group(params), defaults)
-        self._warn_of_l2()
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -250,18 +250,24 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
         for group in self.param_groups:
             group.setdefault("overlap_forward", False)
 
-    def _warn_of_l2(self) -> None:
-        """Warn, on rank 0, if weight decay is L2 regularisation only because nobody has said which of the two it is."""
-        for group in self.param_groups:
-            wide = [p.dtype for p in group["params"] if p.dtype not in (torch.float16, torch.bfloat16)]
-            if group["weight_decay"] and group["decoupled_weight_decay"] is None and wide and rank() == 0:
-                warn_user(
-                    f"{type(self).__name__} has weight_decay={group['weight_decay']} for {len(wide)} parameters of {wide[0]}, and"
-                    " adds it to their gradients (L2), as torch.optim.Adam and BMTrain do. Only parameters of half types decay as"
-                    " with AdamW. For AdamW in every type use bmt.optim.AdamW, or say decoupled_weight_decay=True; to keep L2, say"
-                    " decoupled_weight_decay=False."
-                )
-                return
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``torch.optim.Optimizer``; the constructor calls it, too."""
+        super().add_param_group(param_group)
+        self._warn_of_l2(self.param_groups[-1])
+
+    def _warn_of_l2(self, group: Mapping[str, Any]) -> None:
+        """Warn once, on rank 0, if weight decay is L2 regularisation only because nobody has said which of the two it is."""
+        wide = [p.dtype for p in group["params"] if p.dtype not in (torch.float16, torch.bfloat16)]
+        is_chosen = group["decoupled_weight_decay"] is not None or not group["weight_decay"]
+        if is_chosen or not wide or rank() > 0 or self._has_warned_of_l2:
+            return
+        self._has_warned_of_l2 = True
+        warn_user(
+            f"{type(self).__name__} has weight_decay={group['weight_decay']} for {len(wide)} parameters of {wide[0]}, and"
+            " adds it to their gradients (L2), as torch.optim.Adam and BMTrain do. Only parameters of half types decay as"
+            " with AdamW. For AdamW in every type use bmt.optim.AdamW, or say decoupled_weight_decay=True; to keep L2, say"
+            " decoupled_weight_decay=False."
+        )
 
     def _reset(self) -> None:
         """Reset everything that is not part of the state: outcomes, streams, and caches made from parameters and their states."""
