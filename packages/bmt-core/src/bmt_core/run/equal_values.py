@@ -22,6 +22,7 @@ DECLARE_LOCAL = (
 )
 """The last sentences of errors about ranks that have other parameters."""
 
+_UNNAMED = "a parameter"
 _PIECE = 1 << 15
 """Words of 4 bytes whose products are formed at once: on a CPU they stay in its cache."""
 
@@ -35,14 +36,15 @@ def check_equal_values(named: Iterable[tuple[str, torch.Tensor]], group: Group, 
     :data:`DECLARE_LOCAL`. Collective, with one message for all tensors.
     """
     if group.size > 1:
-        check_equal_entries(_entries(named), group, advice, compares_names=True)
+        check_equal_entries(_entries(named), group, advice)
 
 
 class Entry(NamedTuple):
     """What is compared of a tensor. ``bits`` is :func:`sum_of_bits`.
 
     Values are not compared if ``bits`` is None on any rank, and nothing is if ``name`` is None on
-    any rank.
+    any rank. A name may lack its first words, or be empty, on some ranks: ``0.weight`` is
+    ``layers.0.weight``, too.
     """
 
     name: str | None
@@ -51,10 +53,9 @@ class Entry(NamedTuple):
     bits: int | None
 
 
-def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str, *, compares_names: bool) -> None:
-    """See :func:`check_equal_values`. Without ``compares_names`` names are for errors only."""
-    compared = entries if compares_names else [(entry.name is None, *entry[1:]) for entry in entries]
-    digest = hashlib.blake2b(repr(compared).encode(), digest_size=7).digest()
+def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str) -> None:
+    """See :func:`check_equal_values`."""
+    digest = hashlib.blake2b(repr(entries).encode(), digest_size=7).digest()
     own = torch.tensor([int.from_bytes(digest, "big")], device="cpu")
     digests = torch.empty(group.size, dtype=own.dtype, device="cpu")
     group.all_gather(digests, own).wait()
@@ -62,7 +63,7 @@ def check_equal_entries(entries: Sequence[Entry], group: Group, advice: str, *, 
         of_ranks = all_gather_object(entries, group)
         for rank, others in zip(group.ranks, of_ranks, strict=True):
             for ours, theirs in zip_longest(of_ranks[0], others):
-                difference = _difference(ours, theirs, group.ranks[0], rank, advice, compares_names)
+                difference = _difference(ours, theirs, group.ranks[0], rank, advice)
                 if difference:
                     raise ConfigError(difference)
 
@@ -135,21 +136,24 @@ def _stacked(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     return torch.stack([total for total in sums if total.device == device])
 
 
-def _difference(
-    ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str, compares_names: bool
-) -> str:
+def _difference(ours: Entry | None, theirs: Entry | None, rank: int, other: int, advice: str) -> str:
     """Return how ``theirs``, of the rank ``other``, differs from ``ours``, of ``rank``; empty if it
     does not.
     """
     if ours == theirs or (ours is not None and ours.name is None) or (theirs is not None and theirs.name is None):
         return ""
-    first = 0 if compares_names else 1
-    if ours is None or theirs is None or ours[first:3] != theirs[first:3]:
+    if ours is None or theirs is None or ours[1:3] != theirs[1:3] or not _is_one_name(ours.name, theirs.name):
         return f"Rank {rank} has {_described(ours)} where rank {other} has {_described(theirs)}. {DECLARE_LOCAL}"
     if ours.bits is None or theirs.bits is None or ours.bits == theirs.bits:
         return ""
-    return f"{ours.name} has other values on rank {other} than on rank {rank}. {advice}"
+    return f"{ours.name or _UNNAMED} has other values on rank {other} than on rank {rank}. {advice}"
+
+
+def _is_one_name(name: str | None, other: str | None) -> bool:
+    """Whether one name ends with the other: a layer that a stage leaves to another one keeps the name it had, if any."""
+    shorter, longer = sorted((name or "", other or ""), key=len)
+    return not shorter or f".{longer}".endswith(f".{shorter}")
 
 
 def _described(entry: Entry | None) -> str:
-    return "nothing more" if entry is None else f"{entry.name} of shape {entry.shape} and {entry.dtype}"
+    return "nothing more" if entry is None else f"{entry.name or _UNNAMED} of shape {entry.shape} and {entry.dtype}"

@@ -91,8 +91,7 @@ class FirstValues:
         self._of_tensors.clear()
         for _, (group, values) in sorted(noted.items(), key=lambda item: item[0]):
             with call_purpose("to compare the first values of parameters and buffers"):
-                # Names may have changed on some ranks: a layer that a stage leaves to another one keeps its old name.
-                check_equal_entries(list(_entries(values)), group, _ADVICE, compares_names=False)
+                check_equal_entries(list(_entries(values)), group, _ADVICE)
 
 
 @dataclass(slots=True)
@@ -109,7 +108,7 @@ def _entries(values: Iterable[_Noted]) -> Iterable[Entry]:
     for value in values:
         kept, name = value.kept(), None
         if kept is not None:  # the entry of a freed tensor stays: the list must have the same length on every rank
-            name = value.name or getattr(kept, "label", "") or "a parameter"
+            name = value.name or getattr(kept, "label", "")
         is_as_noted = kept is not None and kept._version == value.version
         bits = int(value.bits) if is_as_noted and value.bits is not None else None
         yield Entry(name, tuple(value.shape), str(value.dtype), bits)
