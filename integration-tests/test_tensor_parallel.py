@@ -21,7 +21,7 @@ from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
-from bmt_zero.gradients.full_gradients import FullGradients
+from bmt_zero.gradients.ledger import FlatGradients
 
 CASES = [
     ("tp 1", 3),
@@ -59,14 +59,14 @@ def test_gathered_once_for_all_layers_or_in_one_piece() -> None:
 
 def in_place_training(*arguments: Any) -> Record:
     """Train as ``sharded`` does; no gradient of a matrix is copied to where it is reduced from."""
-    complete = FullGradients.complete
+    complete = FlatGradients.complete
 
-    def checked(full: FullGradients, grads: Any, wanted: Any) -> torch.Tensor:
+    def checked(full: FlatGradients, grads: Any, wanted: Any) -> torch.Tensor:
         matrices = [(view, grad) for view, grad in zip(full._views, grads, strict=True) if view.dim() == 2]
         assert all(grad is None or grad.data_ptr() == view.data_ptr() for view, grad in matrices)
         return complete(full, grads, wanted)
 
-    with patch.object(FullGradients, "complete", checked):
+    with patch.object(FlatGradients, "complete", checked):
         return sharded(*arguments)
 
 

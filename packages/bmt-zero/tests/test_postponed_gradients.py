@@ -162,7 +162,7 @@ def joined_in_half_precision(level: int, device: str) -> tuple[list[Any], list[A
         results.append(gradients(module))
     (group, *_) = module._bmt_block.block.groups
     # With no gradient to which they are added, reduced gradients need no second sum.
-    return *results, group.reducer._placeholders == [] and group.reducer.sum._total is None  # type: ignore[return-value]
+    return *results, group.ledger._placeholders == [] and group.ledger.sum._total is None  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -207,7 +207,7 @@ def joined_by(number_of_rank: list[int]) -> tuple[torch.Tensor, bool]:
     is_summed = False
     for first in range(0, 4, number):
         PostponedGradients.joined(left[first : first + number]).compute()
-        is_summed |= group.reducer._held_back is not None
+        is_summed |= group.ledger._held_back is not None
     torch.optim.SGD(module.parameters(), lr=0.0).step()
     gradient = full_gradient(module[0].weight)
     assert gradient is not None

@@ -69,7 +69,7 @@ class GradientSum:
         self._flat: torch.Tensor | None = None  # the .grad are views of this
         self._total: torch.Tensor | None = None  # the float32 sum; _flat is this sum rounded
         self._given: list[bool] = []  # which .grad are views of _flat
-        self._witness: GradientWitness | None = None
+        self.witness: GradientWitness | None = None  # of .grad when the last pass ended
         self._taken: list[bool] | None = None  # which gradients the pass under way has taken
         self._marks: list[Mark] = []  # after which the lane has added what was taken, in order
 
@@ -82,9 +82,9 @@ class GradientSum:
         """Free the sum if the gradients were cleared, or if the pass that took them failed."""
         if self._taken is not None and backward_pass() == -1:
             self._wait()
-            self._taken = self._flat = self._total = self._witness = None
+            self._taken = self._flat = self._total = self.witness = None
         if self._flat is not None and self.is_first:
-            self._flat = self._total = self._witness = None
+            self._flat = self._total = self.witness = None
 
     def take(self, reduced: torch.Tensor, needed: Sequence[bool], factor: float = 1.0) -> Callable[[], None] | None:
         """Take the gradients out of ``.grad``, and return a function that adds ``reduced * factor`` to the sum; the lane calls it.
@@ -150,8 +150,14 @@ class GradientSum:
         self._add_what_came_meanwhile(flat, taken)
         if self._total is not None:
             keep_float32_sum(flat, self._total)
-        self._witness = GradientWitness(self._parameters, views)
+        self.witness = GradientWitness(self._parameters, views)
         return views
+
+    def watch(self) -> None:
+        """Let :attr:`witness` remember each ``.grad`` as it is now."""
+        if self.witness is not None and not self.witness.unchanged():
+            self._flat = self._total = None  # the gradients are no longer this sum
+        self.witness = GradientWitness(self._parameters, [parameter.grad for parameter in self._parameters])
 
     def seen_by_hooks(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         """Return the gradients for autograd, which passes them through the user's hooks to ``.grad``. Used instead of :meth:`take`.
@@ -208,7 +214,7 @@ class GradientSum:
 
     def _is_ours(self, needed: Sequence[bool]) -> bool:
         """Whether the gradients that are needed, and no others, are views of the flat tensor as we left it."""
-        if self._flat is None or self._witness is None or not self._witness.unchanged():
+        if self._flat is None or self.witness is None or not self.witness.unchanged():
             return False
         others = [
             (given and not wanted) or (wanted and not given and p.grad is not None)

@@ -17,8 +17,7 @@ from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.torch_internals import accumulates, backward_pass, when_backward_ends
 from bmt_zero.gradients.direct_linear import LayerGradient, LayerRecomputation, Location
-from bmt_zero.gradients.full_gradients import FullGradients
-from bmt_zero.schedule.postponed_group import PostponedGroup
+from bmt_zero.schedule.call_gradients import CallGradients
 from bmt_zero.schedule.sharded_block import ShardedBlock
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.sharding.parameter_slots import ParameterSlots, SlotValues
@@ -62,9 +61,7 @@ class BlockCall:
         # By the address of a leaf: the number of its group, its number in that group, and the leaf.
         self._leaf_at: dict[int, tuple[int, int, torch.Tensor]] = {}
         self._whole: tuple[ParameterSlots, SlotValues] | None = None  # put into the modules by backward
-        self._full: dict[int, FullGradients] = {}
-        # By the number of the group, if the current backward postpones.
-        self._postponed: dict[int, PostponedGroup] = {}
+        self._gradients: dict[int, CallGradients] = {}  # of the backward under way, by the number of the group
 
     @property
     def is_computing(self) -> bool:
@@ -113,7 +110,7 @@ class BlockCall:
         """
         if self.phase is Phase.BACKWARD or self.is_computing:
             return
-        self._full.clear()
+        self._gradients.clear()
         self._watch_end_of_pass()
         if self.use.first_backward:
             for group in self.groups:
@@ -133,34 +130,26 @@ class BlockCall:
         slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
         slots.put(whole)
         self._whole = slots, whole
-        self._postpone()
+        self._keep_products()
         running_backward.places = self
 
-    def _postpone(self) -> None:
-        """Postpone weight gradients if a schedule asks for it, or until :meth:`end_backward` if they are added to a held-back sum.
+    def _keep_products(self) -> None:
+        """Keep products of layers if a schedule postpones them, or until :meth:`end_backward` if they are added to a sum.
 
         Only at the end it is known to which parameters' gradients this pass adds.
         """
-        reduces = self.use.last_backward
-        wanted = [
-            (number, group)
-            for number, group in enumerate(self.groups)
-            if postponing.gradients is not None or group.reducer.adds_products(reduces=reduces)
-        ]
-        if not wanted or self.leaf is None or not accumulates(self.leaf):
-            return
-        for number, group in wanted:
-            if not group.group.is_hooked:
-                self._postponed[number] = PostponedGroup(group, self.block.may_free_memory_of)
+        reduces, is_postponing = self.use.last_backward, postponing.gradients is not None
+        numbers = [n for n, g in enumerate(self.groups) if is_postponing or g.ledger.adds_products(reduces=reduces)]
+        if numbers and self.leaf is not None and accumulates(self.leaf):
+            for number in numbers:
+                if not self.groups[number].group.is_hooked:
+                    self._gradients_of(number, keeps_products=True)
 
     def take(self, location: Location, gradient: LayerGradient) -> bool:
         """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
         if not self.writes_directly or self.is_computing:
             return False
-        if location.group in self._postponed:
-            self._postponed[location.group].take(location.position, gradient)
-            return True
-        return self._full_gradients(location.group).take(location.position, gradient)
+        return self._gradients_of(location.group).take(location.position, gradient)
 
     def place_for(self, weight: torch.Tensor) -> torch.Tensor | None:
         """See :class:`bmt_core.modules.layer_gradients.GradientPlaces`."""
@@ -170,9 +159,9 @@ class BlockCall:
             for number, leaves in enumerate(self._leaves.values()):
                 self._leaf_at |= {leaf.data_ptr(): (number, index, leaf) for index, leaf in enumerate(leaves)}
         number, index, leaf = self._leaf_at.get(weight.data_ptr(), (0, 0, None))
-        if leaf is None or leaf.shape != weight.shape or leaf.dtype != weight.dtype or number in self._postponed:
+        if leaf is None or leaf.shape != weight.shape or leaf.dtype != weight.dtype:
             return None
-        return self._full_gradients(number).lend(index)
+        return self._gradients_of(number).reserve(index)
 
     def end_backward(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], is_ordinary: bool
@@ -199,15 +188,14 @@ class BlockCall:
     def forget_gradients(self) -> None:
         """Drop the gradients that a failed backward pass has reduced and not put into ``.grad``."""
         for group in self.groups:
-            group.reducer.sum.forget_if_cleared()
+            group.ledger.sum.forget_if_cleared()
 
     def end_pass(self) -> None:
         """Complete the gradients and free the gathered parameters, after a backward pass that has succeeded."""
         self.block.run.calls_in_pass.pop(self, None)
         self.end()
         for group in self.groups:
-            group.reducer.sum.finish()
-            group.reducer.end_pass()
+            group.ledger.end_pass()
         self.block.run.prefetch.drop()
         self.block.run.in_flight.wait()
 
@@ -223,8 +211,7 @@ class BlockCall:
             when_backward_ends(_EndOfPass(self))
 
     def _end_backward(self) -> None:
-        self._full.clear()
-        self._postponed = {}
+        self._gradients.clear()
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
             running_backward.places = None
@@ -265,10 +252,12 @@ class BlockCall:
             raise
         self._is_holding = True
 
-    def _full_gradients(self, number: int) -> FullGradients:
-        if number not in self._full:
-            self._full[number] = self.groups[number].reducer.new_full_gradients()
-        return self._full[number]
+    def _gradients_of(self, number: int, *, keeps_products: bool = False) -> CallGradients:
+        if number not in self._gradients:
+            self._gradients[number] = CallGradients(
+                self.groups[number], self.block.may_free_memory_of, keeps_products=keeps_products
+            )
+        return self._gradients[number]
 
     def _reduce(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, is_ordinary: bool
@@ -276,49 +265,21 @@ class BlockCall:
         results: list[torch.Tensor | None] = []
         if self._whole is not None:
             grads = _with_gradients_of([leaf for leaves in self._leaves.values() for leaf in leaves], grads)
-        position = 0
         for number, group in enumerate(self.groups):
-            own = slice(position, position + len(group.group.parameters))
-            position = own.stop
-            if any(needed[own]):
-                results += self._reduce_group(number, grads[own], needed[own], is_ordinary=is_ordinary)
+            own = slice(len(results), len(results) + len(group.group.parameters))
+            if True in needed[own]:
+                # To which leaves this pass adds: all in backward(), none in autograd.grad(), some in backward(inputs=...).
+                taking = [
+                    need and (p.requires_grad if is_ordinary else accumulates(p))
+                    for need, p in zip(needed[own], group.group.parameters, strict=True)
+                ]
+                if True in taking:
+                    self._watch_end_of_pass()
+                gradients = self._gradients_of(number)
+                results += gradients.end_backward(grads[own], needed[own], taking, reduces=self.use.last_backward)
             else:
                 results += [None] * len(group.group.parameters)
         return results
-
-    def _reduce_group(
-        self, number: int, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], *, is_ordinary: bool
-    ) -> Sequence[torch.Tensor | None]:
-        group = self.groups[number]
-        gradient_sum = group.reducer.sum
-        parameters = group.group.parameters
-        # Which leaves this pass adds to: all of them in backward(), none in autograd.grad(), some in backward(inputs=…).
-        if is_ordinary:
-            taking = [need and p.requires_grad for need, p in zip(needed, parameters, strict=True)]
-        else:
-            taking = [need and accumulates(p) for need, p in zip(needed, parameters, strict=True)]
-        postponed = self._postponed.get(number) if True in taking else None
-        if postponed is not None and postponing.gradients is not None:
-            postponed.end_backward(grads, taking, reduces=self.use.last_backward)
-            postponing.gradients.add(postponed)
-            return [None] * len(needed)
-        if postponed is not None:
-            postponed.end_backward(grads, taking, reduces=self.use.last_backward or gradient_sum.is_taking)
-            postponed.check()
-            postponed.compute_in_pass()
-            return [None] * len(needed)
-        full = self._full_gradients(number)
-        if True not in taking:
-            return gradient_sum.rounded(group.reduce_now(full.complete(grads, needed), completes=False), needed)
-        flat = full.complete(grads, taking)
-        if group.group.is_hooked:
-            return gradient_sum.seen_by_hooks(group.reduce_now(flat, completes=True), taking)
-        self._watch_end_of_pass()
-        if not self.use.last_backward and not gradient_sum.is_taking:
-            group.reducer.hold_back(flat, taking)
-        else:
-            group.reduce(flat, taking)
-        return [None] * len(needed)
 
 
 class _EndOfPass:

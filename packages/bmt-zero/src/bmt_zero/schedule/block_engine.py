@@ -62,7 +62,7 @@ class BlockEngine:
         block.run.end_failed_passes()
         block.refresh(module)
         for group in block.groups:
-            group.reducer.forget_cleared()
+            group.ledger.notice_cleared()
         call = BlockCall(block, self.use)
         call.begin_forward()
         succeeded = backward_follows = False

@@ -29,7 +29,7 @@ def no_sync(model: nn.Module) -> Iterator[int]:
     for engine in held_back:
         engine.use = dataclasses.replace(engine.use, last_backward=False)
     try:
-        yield sum(group.reducer.held_back_bytes for engine in held_back for group in engine.block.groups)
+        yield sum(group.ledger.held_back_bytes for engine in held_back for group in engine.block.groups)
     finally:
         for engine, use in zip(held_back, before, strict=True):
             engine.use = use

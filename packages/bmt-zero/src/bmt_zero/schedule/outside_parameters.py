@@ -20,7 +20,7 @@ from torch import nn
 from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import CallEnd
-from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.gradients.ledger import ReductionsInFlight
 from bmt_zero.schedule.root_group import RootCall, RootGroup
 
 

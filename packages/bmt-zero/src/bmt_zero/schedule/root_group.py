@@ -18,7 +18,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.uninitialized import has_values
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import accumulates, when_backward_ends
-from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.gradients.ledger import ReductionsInFlight
 from bmt_zero.schedule.sharded_group import ShardedGroup
 from bmt_zero.sharding.rank_major_group import RankMajorGroup
 
@@ -51,26 +51,16 @@ class RootGroup(ShardedGroup):
         wanted = taking if is_taking else wanted
         grads = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
         is_missing = any(want and grad is None for want, grad in zip(wanted, grads, strict=True))
-        self.reducer.in_flight.make_room()
-        full, gradient_sum = self.group.rows_of(grads, self.reducer.wire_dtype), self.reducer.sum
-        if is_taking and not is_missing and not self.group.is_hooked:
-            self.reduce(full, wanted)
-        else:
-            reduced = self.reduce_now(full, completes=is_taking)
-            if is_missing:  # see [Note: gradients that are missing]
-                present = self.group.present(reduced)
-                wanted = [want and there for want, there in zip(wanted, present, strict=True)]
-            if not is_taking:
-                return gradient_sum.rounded(reduced, wanted)
-            if self.group.is_hooked:
-                return gradient_sum.seen_by_hooks(reduced, wanted)
-            gradient_sum.take_now(reduced, wanted)
-        when_backward_ends(self._finish)
-        return [None] * len(grads)
+        self.ledger.in_flight.make_room()
+        full = self.group.rows_of(grads, self.ledger.wire_dtype)
+        if is_taking:
+            when_backward_ends(self._finish)
+        present = self.group.present if is_missing else None  # see [Note: gradients that are missing]
+        return self.end_gradients(full, wanted, is_taking=is_taking, present=present)
 
     def _finish(self) -> None:
-        self.reducer.sum.finish()
-        self.reducer.in_flight.wait()
+        self.ledger.end_pass()
+        self.ledger.in_flight.wait()
 
 
 class RootCall:
@@ -87,7 +77,7 @@ class RootCall:
         self._wholes: dict[int, torch.Tensor] = {}
         for group in groups:
             group.call = self
-            group.reducer.forget_cleared()
+            group.ledger.notice_cleared()
             group.look_for_changes()
             group.start_gather()
 

@@ -1,9 +1,9 @@
-"""``ShardedGroup``: one group of parameters, its buffer and its reducer; the owner of these parameters."""
+"""``ShardedGroup``: one group of parameters, its buffer and its ledger of gradients; the owner of these parameters."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,8 +11,7 @@ from bmt_core.params.owner import OwnerReference, ReductionWatcher
 from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
-from bmt_zero.gradients.reducer import GradientReducer
-from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.gradients.ledger import GradientLedger, ReductionsInFlight
 from bmt_zero.sharding.data_version import DataVersion
 from bmt_zero.sharding.parameter_group import ParameterGroup
 from bmt_zero.sharding.unsharded_buffer import UnshardedBuffer
@@ -21,8 +20,8 @@ from bmt_zero.sharding.unsharded_buffer import UnshardedBuffer
 class ShardedGroup:
     """Parameters that are gathered by one all-gather, and whose gradients are reduced by one reduce-scatter.
 
-    ``group`` has their layout and shard, ``data`` tells whether their values changed, ``buffer`` holds them whole, ``reducer``
-    sums their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
+    ``group`` has their layout and shard, ``data`` tells whether their values changed, ``buffer`` holds them whole, ``ledger``
+    has their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class ShardedGroup:
         self.group = group
         self.data = DataVersion(group, lanes.gather)
         self.buffer = UnshardedBuffer(group, lanes.gather)
-        self.reducer = GradientReducer(
+        self.ledger = GradientLedger(
             group, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight
         )
         self._leaves: list[torch.Tensor] = []
@@ -62,11 +61,11 @@ class ShardedGroup:
 
     def reduce_held_back(self) -> None:
         """See :class:`bmt_core.params.owner.ParameterOwner`."""
-        self.reducer.reduce_held_back()
+        self.ledger.reduce_held_back()
 
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
         """See :class:`bmt_core.params.owner.ParameterOwner`."""
-        self.reducer.watcher = watcher
+        self.ledger.watcher = watcher
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See :class:`bmt_core.params.owner.ParameterOwner`."""
@@ -126,15 +125,42 @@ class ShardedGroup:
             ]
         return self._leaves
 
-    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
-        """See :meth:`GradientReducer.reduce`. Collective."""
-        self._expect_update()
-        self.reducer.reduce(full, needed)
+    def end_gradients(
+        self,
+        full: torch.Tensor,
+        wanted: Sequence[bool],
+        *,
+        is_taking: bool,
+        reduces: bool = True,
+        present: Callable[[torch.Tensor], Sequence[bool]] | None = None,
+    ) -> Sequence[torch.Tensor | None]:
+        """Reduce ``full``, the flat whole gradients of one backward, or hold them back. Collective if they are reduced.
 
-    def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
-        """See :meth:`GradientReducer.reduce_now`. Collective."""
+        Return the gradients that autograd must use itself: for the user's hooks, or all if they do not go to ``.grad`` (not
+        ``is_taking``). ``present`` tells of the reduced sum which of the ``wanted`` gradients any rank has.
+        """
+        ledger, is_hooked = self.ledger, self.group.is_hooked
+        if is_taking and not is_hooked and present is None:
+            if reduces or ledger.sum.is_taking:
+                self.reduce(full, wanted)
+            else:
+                ledger.hold_back(full, wanted)
+            return [None] * len(wanted)
         self._expect_update()
-        return self.reducer.reduce_now(full, completes=completes)
+        reduced = ledger.reduce_now(full, completes=is_taking)
+        if present is not None:
+            wanted = [want and there for want, there in zip(wanted, present(reduced), strict=True)]
+        if not is_taking:
+            return ledger.sum.rounded(reduced, wanted)
+        if is_hooked:
+            return ledger.sum.seen_by_hooks(reduced, wanted)
+        ledger.sum.take_now(reduced, wanted)
+        return [None] * len(wanted)
+
+    def reduce(self, full: torch.Tensor, wanted: Sequence[bool]) -> None:
+        """Start to reduce ``full``, flat whole gradients. Collective."""
+        self._expect_update()
+        self.ledger.reduce(full, wanted)
 
     def _expect_update(self) -> None:
         # An update usually follows a reduction. Every rank knows of the reduction, so all ranks gather again.

@@ -20,7 +20,7 @@ from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_core.torch_internals import backward_pass
 from bmt_core.user_warnings import warn_user
-from bmt_zero.gradients.reductions_in_flight import ReductionsInFlight
+from bmt_zero.gradients.ledger import ReductionsInFlight
 from bmt_zero.schedule.module_changes import ModuleChanges
 from bmt_zero.schedule.outside_parameters import OutsideParameters
 from bmt_zero.schedule.prefetch import Prefetch

@@ -1,0 +1,446 @@
+"""``GradientLedger``: where the gradients of one parameter group are, from the backward pass to the optimizer's step.
+
+[Note: states of gradients] A backward pass makes whole gradients. Their sum over the ranks is reduced, and this rank's
+part of it becomes ``.grad``. On the way they are in these states, of which several may hold at once:
+
+=========  ==================================================  ==================================================
+state      what the ledger has                                 ``.grad``
+=========  ==================================================  ==================================================
+EMPTY      nothing                                             None, or what somebody else has set
+HELD_BACK  the sum of this rank's whole gradients, in float32  zeros where it would be None, for zero_grad to clear
+POSTPONED  a ticket per call that has kept its products        the same
+REDUCING   reductions in the lane, begun in this pass          None: it is set when the pass ends
+READY      the reduced sum                                     views of this sum
+=========  ==================================================  ==================================================
+
+:data:`TRANSITIONS` has the events. A cleared ``.grad`` and a failed pass are noticed in one place, :meth:`notice_cleared`.
+
+[Note: where means are divided] After ``init_distributed(gradients="mean")`` sums are divided by the number of ranks that
+see different data (not by the group's size: the group may have ranks that see the same data). If the collective can
+divide, it does. A float32 sum that is then rounded to a half type, or added to another sum, is divided in that pass,
+before rounding. A sum in a half type could overflow, so its terms are divided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from enum import Flag, auto
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from bmt_core.comm import ReduceOp, Work
+from bmt_core.comm.call_check import call_purpose
+from bmt_core.errors import BmtError
+from bmt_core.modules.block_use import at_end_of_scheduled_step, is_in_scheduled_step
+from bmt_core.params.gradient_comparison import GradientComparison
+from bmt_core.params.gradient_sum import GradientSum, GradientWitness
+from bmt_core.params.owner import ReductionWatcher
+from bmt_core.params.shard import summation_dtype
+from bmt_core.run.lanes import Lane, Mark
+from bmt_core.run.runtime import current
+from bmt_core.settings import ReduceDtype
+from bmt_core.torch_internals import backward_pass, named_in_trace
+from bmt_zero.gradients.direct_linear import LayerGradient
+from bmt_zero.sharding.parameter_group import ParameterGroup
+
+
+class GradientState(Flag):
+    """See [Note: states of gradients]."""
+
+    EMPTY = 0
+    HELD_BACK = auto()
+    POSTPONED = auto()
+    REDUCING = auto()
+    READY = auto()
+
+
+class Transition(NamedTuple):
+    """The states that an event ends, and those that it begins."""
+
+    ends: GradientState
+    begins: GradientState
+
+
+_S = GradientState
+TRANSITIONS: Mapping[str, Transition] = MappingProxyType(
+    {
+        "hold_back": Transition(_S.EMPTY, _S.HELD_BACK),
+        "postpone": Transition(_S.EMPTY, _S.POSTPONED),
+        "resume the last call": Transition(_S.POSTPONED, _S.EMPTY),  # then its gradients are held back or reduced
+        "reduce": Transition(_S.HELD_BACK | _S.READY, _S.REDUCING),
+        "end_pass after reduce": Transition(_S.REDUCING, _S.READY),
+        "clear all .grad": Transition(_S.HELD_BACK | _S.POSTPONED | _S.READY, _S.EMPTY),
+        # A pass that has reduced, held back or postponed fails. What earlier ones have left goes too: it may have been added to.
+        "fail": Transition(_S.HELD_BACK | _S.POSTPONED | _S.REDUCING, _S.EMPTY),
+    }
+)
+"""What each event of a :class:`GradientLedger` does. States that it does not name stay."""
+
+
+class Division(NamedTuple):
+    """How a sum over ranks is divided: see [Note: where means are divided].
+
+    Gradients are multiplied by ``before`` and reduced by ``op``; the result is multiplied by ``after``.
+    """
+
+    before: float = 1.0
+    op: ReduceOp = "sum"
+    after: float = 1.0
+
+
+class GradientLedger:
+    """The gradients of ``group``, in the states of [Note: states of gradients].
+
+    Reductions run in ``lane``. ``in_flight`` keeps the whole gradients alive until the lane has read them.
+    """
+
+    def __init__(
+        self, group: ParameterGroup, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
+    ) -> None:
+        self.sum = GradientSum(group.parameters, group.pieces, group.indices)
+        self.watcher: ReductionWatcher | None = None
+        self.in_flight = in_flight
+        self._group = group
+        self._comparison = GradientComparison()
+        self._name = name
+        self._purpose = ""
+        self._reduce_dtype = reduce_dtype
+        self._lane = lane
+        self._process_group = lane.group(group.ranks)
+        self._divisor = current().gradient_divisor
+        self._held_back: torch.Tensor | None = None
+        self._tickets: set[object] = set()
+        self._needed: Sequence[bool] = []  # which gradients the last pass has held back or postponed
+        self._placeholders: list[torch.nn.Parameter] = []  # their .grad is a zero that stands for those gradients
+        # What the pass under way has left: tickets, and this object for held-back gradients. Watched from its end.
+        self._unwatched: set[object] = set()
+
+    @property
+    def state(self) -> GradientState:
+        """The states that hold now. A cleared ``.grad`` counts once it was noticed."""
+        sums = GradientState.REDUCING if self.sum.is_taking else GradientState.READY
+        return (
+            (GradientState.EMPTY if self._held_back is None else GradientState.HELD_BACK)
+            | (GradientState.POSTPONED if self._tickets else GradientState.EMPTY)
+            | (GradientState.EMPTY if self.sum.flat is None else sums)
+        )
+
+    @property
+    def held_back_bytes(self) -> int:
+        """Bytes that :meth:`hold_back` keeps between micro-batches; 0 if no parameter trains."""
+        trains = True in [parameter.requires_grad for parameter in self._group.parameters]
+        return self._group.total * summation_dtype(self._group.dtype).itemsize if trains else 0
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of the flat whole gradients that are reduced."""
+        dtype = self._group.dtype
+        if self._group.ranks.size == 1 or self._reduce_dtype == "param":
+            return dtype
+        # No all-reduce can send a half type and sum in float32.
+        is_wide = self._group.is_replicated or self._reduce_dtype == "fp32"
+        return summation_dtype(dtype) if is_wide else dtype
+
+    def new_flat(self) -> FlatGradients:
+        """Return memory for the whole gradients of one call's backward, in :attr:`wire_dtype`."""
+        self.in_flight.make_room()
+        return FlatGradients(self._group, self.wire_dtype)
+
+    def adds_products(self, *, reduces: bool) -> bool:
+        """Whether layers with half-type weights can add their weight gradients directly to a float32 sum.
+
+        There is such a sum if this pass holds its gradients back (not ``reduces``), or if an earlier pass did.
+        """
+        return self._group.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
+
+    def flat_for_products(self, *, reduces: bool, of_several: bool) -> FlatGradients:
+        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the sum if layers can add to it.
+
+        ``of_several``: the gradients are those of several backward passes. Other ranks may have held some of these back,
+        and then reduce a float32 sum, so this rank must reduce float32 too. A single rank needs none for half types.
+        """
+        self.notice_cleared()
+        is_wide = of_several and self._group.ranks.size > 1 and self._group.dtype.itemsize == 2
+        if not is_wide and not self.adds_products(reduces=reduces):
+            return self.new_flat()
+        if reduces and self._held_back is None:
+            self.in_flight.make_room()
+        dtype = summation_dtype(self._group.dtype)
+        return FlatGradients(self._group, dtype, total=self._held_back, takes_wide=True)
+
+    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
+        """Start to reduce ``full``, flat whole gradients, plus those held back. Collective. :meth:`end_pass` completes it."""
+        self.notice_cleared()
+        if self._held_back is not None:  # a parameter that was frozen since then keeps its gradient
+            needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
+        full = self._with_held_back(full)
+        self._comparison.check(self._group.parameters, lambda: self._group.views_of(full))
+        reduced = self._output_for(full, stays=self._output_dtype(full) == self._group.dtype and self.sum.is_first)
+        division = self._division(full, reduced)
+        then = self.sum.take(reduced, needed, division.after)
+        if self._process_group.size == 1 and then is None and division.before == 1:
+            done = None  # with one rank ``full`` is the sum already
+        else:
+            self._lane.after(self._lane.here())
+            with named_in_trace(f"reduce {self._name}"):
+                done = self._lane.run(lambda: self._start(reduced, full, division), then)
+            self.in_flight.keep(self._name, full, done)
+            self.sum.ready_at(done)
+        if self.watcher is not None and self.sum.flat is not None:
+            self.watcher(self.sum.flat, self._lane.here() if done is None else done)
+
+    def reduce_now(self, full: torch.Tensor, *, completes: bool) -> torch.Tensor:
+        """Reduce ``full`` and return this rank's part; for half types it may be float32. Collective.
+
+        ``completes``: gradients held back are added.
+        """
+        if completes:
+            self.notice_cleared()
+            full = self._with_held_back(full)
+        self._comparison.check(self._group.parameters, lambda: self._group.views_of(full))
+        reduced = self._output_for(full, stays=True)
+        division = self._division(full, reduced)
+        self._lane.after(self._lane.here())
+        self._lane.run(lambda: self._start(reduced, full, division)).wait()
+        return reduced if division.after == 1 else reduced.mul_(division.after)
+
+    def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
+        """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
+        self._leave(needed)
+        self._unwatched.add(self)
+        if self._held_back is None:
+            self._held_back = full.to(summation_dtype(self._group.dtype))
+        elif full is not self._held_back:  # else layers have added to the sum itself
+            self._held_back += full
+
+    def postpone(self, needed: Sequence[bool]) -> object:
+        """Note that a call postpones gradients. Return a ticket for :meth:`resume` or :meth:`cancel`."""
+        self._leave(needed)
+        ticket = object()
+        self._tickets.add(ticket)
+        self._unwatched.add(ticket)
+        return ticket
+
+    def resume(self, ticket: object) -> None:
+        """Note that postponed gradients are about to be computed. Raises :class:`BmtError` if they were dropped."""
+        self.notice_cleared()
+        if ticket not in self._tickets:
+            raise BmtError(
+                f"Weight gradients of {self._name} were postponed, and compute() came after .grad was cleared or changed, or after"
+                " a backward pass that failed, which drops them. Call compute() before zero_grad() and before .grad is changed."
+            )
+        self.cancel(ticket)
+
+    def cancel(self, ticket: object) -> None:
+        """Forget the ``ticket``: the pass that postponed gradients has failed."""
+        self._tickets.discard(ticket)
+        self._unwatched.discard(ticket)
+
+    def drop_held_back(self) -> None:
+        """Drop the sum: an addition to it has failed half-way."""
+        self._held_back = None
+
+    def end_pass(self) -> None:
+        """Set ``.grad`` to what was reduced, and watch it from now on, because a cleared ``.grad`` drops what was left.
+
+        Inside :func:`scheduled_step` nobody clears gradients, so they are watched when the step ends. A ``.grad`` that is
+        None is set to zeros, so that ``zero_grad`` has something to clear.
+        """
+        self.sum.finish()
+        if not self._unwatched or at_end_of_scheduled_step(self.end_pass):
+            return
+        self._unwatched.clear()
+        parameters = self._group.parameters
+        missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]
+        if missing:
+            zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._group.shard)), strict=True))
+            for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself
+                parameter.grad = zeros[parameter].data
+            self._placeholders += missing
+        self.sum.watch()
+
+    def notice_cleared(self) -> None:
+        """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See [Note: gradient accumulation]."""
+        witness = self.sum.witness
+        self.sum.forget_if_cleared()
+        if self._held_back is None and not self._tickets:
+            return
+        if self._unwatched:
+            if backward_pass() == -1 and not is_in_scheduled_step():
+                self._drop_all()
+        elif witness is None or (self._tickets and not witness.unchanged()) or witness.changed_all():
+            self._drop_all()
+        elif not witness.unchanged():
+            self._drop_some(witness)
+
+    def reduce_held_back(self) -> None:
+        """Reduce the gradients held back that no later backward pass has reduced. Collective."""
+        self.notice_cleared()
+        if self._tickets:
+            raise BmtError(
+                f"Weight gradients of {self._name} were postponed in {len(self._tickets)} calls and are not computed, so .grad is"
+                " not complete. Call compute() of what postpone_weight_gradients() gave before the optimizer's step, or zero_grad()"
+                " to drop them."
+            )
+        if self._held_back is not None:
+            nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
+            self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
+            self.in_flight.wait()
+            self.sum.finish()
+
+    def _leave(self, needed: Sequence[bool]) -> None:
+        """Note that the pass under way leaves gradients that are not reduced, those that are ``needed``."""
+        self.notice_cleared()
+        if self._held_back is not None:
+            needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
+        self._needed = needed
+
+    def _drop_all(self) -> None:
+        self._held_back = None
+        self._tickets.clear()
+        self._placeholders = []
+        self._unwatched.clear()
+
+    def _drop_some(self, witness: GradientWitness) -> None:
+        """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of several optimizers."""
+        parameters = self._group.parameters
+        cleared = [witness.changed(parameter) for parameter in parameters]
+        if self._held_back is not None:
+            views = self._group.views_of(self._held_back)
+            torch._foreach_zero_([view for view, is_cleared in zip(views, cleared, strict=True) if is_cleared])
+        self._needed = [need and not is_cleared for need, is_cleared in zip(self._needed, cleared, strict=True)]
+        self._placeholders = [p for p in self._placeholders if not witness.changed(p)]
+        self.sum.watch()
+
+    def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
+        held, self._held_back = self._held_back, None
+        self._unwatched = set(self._tickets)
+        for parameter in self._placeholders:
+            parameter.grad = None  # a placeholder, not a gradient to add to
+        self._placeholders = []
+        if held is None or held is full:
+            return full
+        held += full
+        return held
+
+    def _output_for(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
+        """Return the tensor to reduce into. It is allocated for the computation if it ``stays`` as ``.grad``, else for the lane."""
+        if self._group.is_replicated:
+            return full
+        with nullcontext() if stays else self._lane.memory():
+            return torch.empty_like(self._group.shard, dtype=self._output_dtype(full))
+
+    def _output_dtype(self, full: torch.Tensor) -> torch.dtype:
+        is_same = self._group.is_replicated or self._reduce_dtype == "param"
+        return full.dtype if is_same else summation_dtype(full.dtype)
+
+    def _division(self, full: torch.Tensor, reduced: torch.Tensor) -> Division:
+        if self._divisor == 1:
+            return Division()
+        if reduced.dtype.itemsize < 4:
+            return Division(before=1 / self._divisor)
+        if reduced.dtype == full.dtype and self._divisor == self._process_group.size:
+            return Division(op="avg")
+        return Division(after=1 / self._divisor)
+
+    def _start(self, reduced: torch.Tensor, full: torch.Tensor, division: Division) -> Work:
+        if division.before != 1:
+            full *= division.before
+        if not self._purpose:
+            self._purpose = f"for gradients of {self._group.labels}"
+        with call_purpose(self._purpose):
+            if self._group.is_replicated:
+                return self._process_group.all_reduce(full, division.op)
+            return self._process_group.reduce_scatter(reduced, full, division.op)
+
+
+class FlatGradients:
+    """The whole gradients of ``group`` in a flat tensor of ``dtype``, laid out like the whole parameters.
+
+    Linear layers write their gradients into it directly (:mod:`bmt_zero.gradients.direct_linear`); :meth:`complete` copies
+    all others into it at once. With ``total``, a flat tensor that already holds a sum, all gradients are added to it.
+    ``takes_wide``: layers may write gradients directly even if ``dtype`` is wider than that of the parameters.
+    """
+
+    def __init__(
+        self, group: ParameterGroup, dtype: torch.dtype, *, total: torch.Tensor | None = None, takes_wide: bool = False
+    ) -> None:
+        self.adds = total is not None
+        self._takes = takes_wide or dtype == group.dtype
+        self._flat = torch.empty(group.total, dtype=dtype, device=group.device) if total is None else total
+        self._views, self._gaps = group.views_and_gaps_of(self._flat)
+        self._is_written = [self.adds] * len(self._views)
+        self._reserved: set[int] = set()
+
+    def write(self, index: int, gradient: LayerGradient) -> bool:
+        """Write or add the gradient of parameter ``index``. Return False if layers cannot write this dtype."""
+        if not self._takes:
+            return False
+        if self._is_written[index]:
+            gradient.added_to(self._views[index])
+        else:
+            gradient.into(self._views[index])
+            self._is_written[index] = True
+        return True
+
+    def reserve(self, index: int) -> torch.Tensor | None:
+        """Return memory for the whole gradient of parameter ``index``, in its shape; None if it was written or reserved."""
+        if not self._takes or self._is_written[index] or index in self._reserved:
+            return None
+        self._reserved.add(index)
+        return self._views[index]
+
+    def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
+        """Add ``grads`` to what layers have written, and return the flat tensor.
+
+        Where a gradient is not ``wanted`` it is zero; but a ``total`` keeps its values there.
+        """
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        empty = list(self._gaps)
+        for view, grad, want, written in zip(self._views, grads, wanted, self._is_written, strict=True):
+            if not want or (grad is None and not written):
+                empty.append(view)
+            elif grad is not None and not (grad.data_ptr() == view.data_ptr() and self._reserved):
+                (added if written else copied).append((view, grad.to_dense() if grad.is_sparse else grad))
+        if copied:
+            torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
+        if added:
+            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
+        if empty and not self.adds:
+            torch._foreach_zero_(empty)
+        return self._flat
+
+
+class ReductionsInFlight:
+    """The run's whole gradients that the lane still reads, of at most one block besides the one whose backward runs.
+
+    If none were allowed, the backward of a block would wait for the reduction of the previous block. The memory was
+    allocated on the computation's stream, so it is kept until the computation has waited for the lane: see
+    [Note: buffer lifetime] in :mod:`bmt_core.run.lanes`.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, torch.Tensor, Mark]] = []
+
+    def keep(self, block: str, full: torch.Tensor, done: Mark) -> None:
+        """Keep ``full``, which a reduction for ``block`` reads, until ``done``."""
+        self._kept.append((block, full, done))
+
+    def make_room(self) -> None:
+        """Wait for the reductions of all blocks but the latest, and free their gradients, before new ones are allocated."""
+        if self._kept:
+            self._free_all_but(self._kept[-1][0])
+
+    def wait(self) -> None:
+        """Wait for all reductions and free their gradients. Called at the end of the backward pass."""
+        self._free_all_but(None)
+
+    def _free_all_but(self, last: str | None) -> None:
+        kept, self._kept = self._kept, [entry for entry in self._kept if entry[0] == last]
+        for block, _, done in kept:
+            if block != last:
+                done.wait()

@@ -1,0 +1,168 @@
+"""``CallGradients``: the whole gradients of one parameter group that the backward of one call of a Block makes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from bmt_core.modules.postponed_gradients import postponing
+from bmt_core.params.shard import summation_dtype
+from bmt_zero.gradients.direct_linear import LayerGradient
+from bmt_zero.gradients.ledger import FlatGradients
+from bmt_zero.schedule.sharded_group import ShardedGroup
+
+_Products = list[tuple[int, LayerGradient]]
+"""(index of the parameter in its group, its gradient), in the order in which backward reached the layers."""
+
+
+class CallGradients:
+    """Gradients that layers write, and those that autograd returns, until they are reduced or held back.
+
+    ``keeps_products``: products of layers are kept and computed after backward: at once, or when
+    :class:`~bmt_core.modules.postponed_gradients.PostponedGradients` says so, whose ``PostponedPart`` this is.
+    ``may_be_freed`` says whether a tensor's memory may be freed when the backward pass is over.
+    """
+
+    def __init__(
+        self, group: ShardedGroup, may_be_freed: Callable[[torch.Tensor], bool], *, keeps_products: bool
+    ) -> None:
+        self._group = group
+        self._ledger = group.ledger
+        self._may_be_freed = may_be_freed
+        self._keeps_products = keeps_products
+        self._flat: FlatGradients | None = None
+        self._products: _Products = []
+        self._joined: list[_Products] = []  # products of other passes, taken over
+        self._grads: list[torch.Tensor | None] = []
+        self._needed: Sequence[bool] = []
+        self._reduces = False
+        self._tickets: list[object] = []
+
+    def take(self, index: int, product: LayerGradient) -> bool:
+        """Write or keep ``product``, the gradient of parameter ``index``. False: the layer must return it to autograd."""
+        if not self._keeps_products:
+            return self._flat_gradients().write(index, product)
+        product.keep(self._may_be_freed)
+        self._products.append((index, product))
+        return True
+
+    def reserve(self, index: int) -> torch.Tensor | None:
+        """Return memory for the gradient of parameter ``index``, in its shape; None if the caller must allocate its own."""
+        return None if self._keeps_products else self._flat_gradients().reserve(index)
+
+    def end_backward(
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], taking: Sequence[bool], *, reduces: bool
+    ) -> Sequence[torch.Tensor | None]:
+        """Reduce the gradients, hold them back, or postpone them. Return those that autograd must use itself. Collective.
+
+        ``grads`` are those that autograd has computed. ``needed``: which gradients it asks for; ``taking``: which of them
+        go to ``.grad``. Without ``reduces`` they are held back.
+        """
+        if True not in taking:
+            return self._group.end_gradients(self._flat_gradients().complete(grads, needed), needed, is_taking=False)
+        if not self._keeps_products:
+            flat = self._flat_gradients().complete(grads, taking)
+            return self._group.end_gradients(flat, taking, is_taking=True, reduces=reduces)
+        may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
+        self._grads = [g.clone() if g is not None and may else g for g, may in zip(grads, may_be_freed, strict=True)]
+        self._needed, self._reduces = taking, reduces
+        self._tickets = [self._ledger.postpone(taking)]
+        if postponing.gradients is not None:
+            postponing.gradients.add(self)
+        else:
+            self._reduces = reduces or self._ledger.sum.is_taking
+            self.check()
+            self._compute()
+        return [None] * len(needed)
+
+    @property
+    def reduced_as(self) -> object:
+        """The group, which is the same for all calls."""
+        return self._group
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes kept for the products to compute later; 0 if there is no product."""
+        if not self._products:
+            return 0
+        factors = [factor for _, product in self._products for factor in product.factors]
+        kept = [*factors, *[grad for grad in self._grads if grad is not None and not grad.is_sparse]]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())  # weight and bias share a factor
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the sum that is needed if the gradients of several passes are computed separately."""
+        return self._ledger.held_back_bytes
+
+    def take_over(self, other: CallGradients) -> None:
+        """Take over the gradients of ``other``, a call of the same group, to compute them together with these."""
+        self._joined += [other._products, *other._joined]
+        self._grads = [_sum_of(a, b) for a, b in zip(self._grads, other._grads, strict=True)]
+        self._needed = [a or b for a, b in zip(self._needed, other._needed, strict=True)]
+        self._reduces = self._reduces or other._reduces
+        self._tickets += other._tickets
+
+    def check(self) -> None:
+        """Raise :class:`BmtError` if ``.grad`` was cleared since backward, or a kept tensor modified in place."""
+        for ticket in self._tickets:
+            self._ledger.resume(ticket)
+        for products in (self._products, *self._joined):
+            for _, product in products:
+                product.check()
+
+    def compute(self) -> None:
+        """Compute the postponed gradients, and start to reduce them or hold them back. Collective."""
+        self._ledger.end_pass()  # completes gradients that another call of the block has reduced in the same pass
+        self._compute()
+
+    def finish(self) -> None:
+        """Complete ``.grad``."""
+        self._ledger.end_pass()
+        self._ledger.in_flight.wait()
+
+    def drop(self) -> None:
+        """Free everything: the backward pass has failed."""
+        for ticket in self._tickets:
+            self._ledger.cancel(ticket)
+        self._products, self._joined, self._grads = [], [], []
+
+    def _compute(self) -> None:
+        flat = self._ledger.flat_for_products(reduces=self._reduces, of_several=bool(self._joined))
+        try:
+            for index, product in self._sums():
+                if not flat.write(index, product):
+                    made, grad = product.made(), self._grads[index]
+                    self._grads[index] = made if grad is None else grad + made
+            full = flat.complete(self._grads, self._needed)
+        except BaseException:
+            if flat.adds:
+                self._ledger.drop_held_back()
+            raise
+        self._products, self._joined, self._grads = [], [], []
+        if self._reduces:
+            self._group.reduce(full, self._needed)
+        else:
+            self._ledger.hold_back(full, self._needed)
+
+    def _sums(self) -> Iterator[tuple[int, LayerGradient]]:
+        """Yield one product per layer, over the rows of all passes; separate ones if the passes called different layers."""
+        indices = [index for index, _ in self._products]
+        if any([index for index, _ in products] != indices for products in self._joined):
+            yield from itertools.chain(self._products, *self._joined)
+            return
+        for number, (index, product) in enumerate(self._products):
+            others = [products[number][1] for products in self._joined]
+            yield index, product.joined(others) if others else product
+
+    def _flat_gradients(self) -> FlatGradients:
+        if self._flat is None:
+            self._flat = self._ledger.new_flat()
+        return self._flat
+
+
+def _sum_of(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a.to(summation_dtype(a.dtype)) + b

@@ -1,0 +1,149 @@
+"""The states of gradients, and the table of events between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bmt_core.errors import BmtError
+from bmt_core.modules.block_use import BlockUse
+from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
+from bmt_core.testing import run_ranks
+from bmt_zero import Block
+from bmt_zero.gradients.ledger import TRANSITIONS, GradientLedger, GradientState
+
+S = GradientState
+
+
+class Training:
+    """A Block of one group of parameters, what its passes have postponed, and the states that the table says it is in."""
+
+    def __init__(self, level: int, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.block: Any = Block(nn.Sequential(nn.Linear(3, 3, bias=False)), False, level).to(dtype)
+        self.input = torch.ones(2, 3, dtype=dtype, requires_grad=True)
+        self.postponed: list[PostponedGradients] = []
+        self.expected = S.EMPTY
+        self.run(BlockUse())
+        self.block.zero_grad()
+        self.ledger.notice_cleared()
+
+    @property
+    def ledger(self) -> GradientLedger:
+        (group,) = self.block._bmt_block.block.groups
+        ledger: GradientLedger = group.ledger
+        return ledger
+
+    def run(self, use: BlockUse, after_block: Callable[[torch.Tensor], None] = lambda grad: None) -> None:
+        """Run forward and backward of a micro-batch; ``after_block`` is called in backward when the Block's is over."""
+        self.block.set_use(use)
+        before = self.input * 2
+        before.register_hook(after_block)
+        self.block(before).float().sum().backward()
+
+    def happens(self, *events: str) -> None:
+        """Apply rows of the table to the expected states."""
+        for event in events:
+            ends, begins = TRANSITIONS[event]
+            self.expected = (self.expected & ~ends) | begins
+
+    def sees(self, states: GradientState) -> Callable[[torch.Tensor], None]:
+        """Return a check that, while backward runs, ``states`` hold."""
+
+        def check(grad: torch.Tensor) -> None:
+            assert states in self.ledger.state, self.ledger.state
+
+        return check
+
+
+class Failure(Exception):
+    """Raised inside of a backward pass."""
+
+
+def hold_back(training: Training) -> None:
+    training.run(BlockUse(last_backward=False), training.sees(S.HELD_BACK))
+    training.happens("hold_back")
+
+
+def reduce(training: Training) -> None:
+    training.run(BlockUse(), training.sees(S.REDUCING))
+    training.happens("reduce", "end_pass after reduce")
+
+
+def postpone(training: Training) -> None:
+    with postpone_weight_gradients() as postponed:
+        training.run(BlockUse(last_backward=False), training.sees(S.POSTPONED))
+    training.postponed.append(postponed)
+    training.happens("postpone")
+
+
+def compute(training: Training) -> None:
+    postponed, training.postponed = training.postponed, []
+    if S.POSTPONED in training.expected:
+        for gradients in postponed:
+            gradients.compute()
+        training.happens("resume the last call", "hold_back")
+    elif postponed:
+        with pytest.raises(BmtError, match="which drops them"):
+            postponed[0].compute()
+
+
+def zero_grad(training: Training) -> None:
+    training.block.zero_grad()
+    training.ledger.notice_cleared()
+    training.happens("clear all .grad")
+
+
+def step(training: Training) -> None:
+    if S.POSTPONED in training.expected:
+        with pytest.raises(BmtError, match="are not computed"):
+            torch.optim.SGD(training.block.parameters(), lr=0.1).step()
+        return
+    torch.optim.SGD(training.block.parameters(), lr=0.1).step()
+    if S.HELD_BACK in training.expected:
+        training.happens("reduce", "end_pass after reduce")
+
+
+def fail(training: Training, *, reduces: bool) -> None:
+    def raise_failure(grad: torch.Tensor) -> None:
+        raise Failure
+
+    with pytest.raises(Failure):
+        training.run(BlockUse(last_backward=reduces), raise_failure)
+    training.ledger.notice_cleared()
+    training.happens("reduce" if reduces else "hold_back", "fail")
+
+
+def fail_after_reduce(training: Training) -> None:
+    fail(training, reduces=True)
+
+
+def fail_after_hold_back(training: Training) -> None:
+    fail(training, reduces=False)
+
+
+ACTIONS = [hold_back, reduce, postpone, compute, zero_grad, step, fail_after_reduce, fail_after_hold_back]
+
+
+def walk_through_all_orders(length: int, level: int, dtype: torch.dtype) -> None:
+    """Do every sequence of ``length`` actions, each on a new Block."""
+    for actions in itertools.product(ACTIONS, repeat=length):
+        training = Training(level, dtype)
+        for number, action in enumerate(actions):
+            action(training)
+            done = [action.__name__ for action in actions[: number + 1]]
+            assert training.ledger.state == training.expected, (done, training.ledger.state, training.expected)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "length", "level", "dtype"), [(1, 3, 3, torch.bfloat16), (2, 2, 1, torch.float32)]
+)
+def test_every_sequence_of_events_leads_where_the_table_says(
+    world_size: int, length: int, level: int, dtype: torch.dtype
+) -> None:
+    run_ranks(walk_through_all_orders, world_size, length, level, dtype)
