@@ -63,7 +63,7 @@ def measured(schedule: str) -> tuple[Counter[str], int, int, int, int]:
         optimizer.step()
     held = sum(p.numel() * p.element_size() for p in model.parameters())
     blocks: list[Any] = model.layers.layers()
-    gathered = sum(g.buffer.tensor.untyped_storage().nbytes() for b in blocks for g in b._bmt_block.block.groups)
+    gathered = sum(g.buffer.tensor.untyped_storage().nbytes() for b in blocks for g in b._bmt_block.state.groups)
     return calls, most, held, gathered, early
 
 

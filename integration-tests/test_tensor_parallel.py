@@ -21,7 +21,7 @@ from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
-from bmt_zero.gradients.ledger import FlatGradients
+from bmt_zero.gradient_ledger import FlatGradients
 
 CASES = [
     ("tp 1", 3),

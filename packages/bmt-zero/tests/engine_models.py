@@ -15,7 +15,7 @@ from bmt_core.comm import Work
 from bmt_core.run import lanes
 from bmt_core.run.runtime import current
 from bmt_zero import Block, TransformerBlockList
-from bmt_zero.schedule.block_call import BlockCall
+from bmt_zero.block_call import BlockCall
 
 
 class Mark:

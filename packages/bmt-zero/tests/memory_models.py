@@ -62,7 +62,7 @@ def step(model: nn.Module) -> None:
 
 def block_bytes(model: Any) -> int:
     """Bytes of one block's full parameters, with padding."""
-    return int(model[0]._bmt_block.block.groups[0].group.full_bytes)
+    return int(model[0]._bmt_block.state.groups[0].flat.full_bytes)
 
 
 def transient(use_checkpoint: bool, dtype: torch.dtype) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from bmt_core import DistributedParameter
 from bmt_core.params.owner import owner_of
 from bmt_core.run.runtime import current, rank, world_size
 from bmt_zero import BMTrainModelWrapper as sharded
-from bmt_zero.schedule.root_group import RootGroup
-from bmt_zero.sharding.unsharded_buffer import BufferState
+from bmt_zero.root_group import RootGroup
+from bmt_zero.unsharded_buffer import BufferState
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 13, 6, 8, 5
 

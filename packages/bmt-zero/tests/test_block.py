@@ -450,7 +450,7 @@ def peak_gathered(level: int, use_checkpoint: bool, blocks: int) -> tuple[int, i
     model = nn.Sequential(
         *[Block(nn.Linear(64, 64), zero_level=level, use_checkpoint=use_checkpoint) for _ in range(blocks)]
     )
-    one = max(group.group.full_bytes for group in model[0]._bmt_block.block.groups)  # type: ignore[union-attr]
+    one = max(group.flat.full_bytes for group in model[0]._bmt_block.state.groups)  # type: ignore[union-attr]
     gathered_memory.reset_peak()
     seen = []
     for module in model:
@@ -463,7 +463,7 @@ def peak_gathered(level: int, use_checkpoint: bool, blocks: int) -> tuple[int, i
 
 
 def _storage_bytes(model: nn.Module) -> int:
-    groups = [group for block in model for group in block._bmt_block.block.groups]  # type: ignore[union-attr]
+    groups = [group for block in model for group in block._bmt_block.state.groups]  # type: ignore[union-attr]
     return sum(group.buffer.tensor.untyped_storage().nbytes() for group in groups)
 
 

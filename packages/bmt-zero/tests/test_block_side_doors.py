@@ -17,7 +17,7 @@ from bmt_core.errors import BmtError, ConfigError
 from bmt_core.run import runtime
 from bmt_core.testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
-from bmt_zero.sharding.gathered_memory import gathered_memory
+from bmt_zero.unsharded_buffer import gathered_memory
 
 
 def line(weight: float = 1.0) -> nn.Linear:

@@ -21,7 +21,7 @@ from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
 from bmt_core.testing import gpu_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
-from bmt_zero.schedule.block_call import _EndOfPass
+from bmt_zero.block_call import _EndOfPass
 
 BLOCKS = 6
 
@@ -263,7 +263,7 @@ def kept_after_a_step() -> list[Any]:
     with no_sync(nn.ModuleList(blocks)):
         chained(blocks, torch.ones(1, 128, dtype=torch.bfloat16)).backward()
     optimizer.step()
-    return list(blocks[0]._bmt_block.block.run.in_flight._kept)
+    return list(blocks[0]._bmt_block.state.run.in_flight._kept)
 
 
 def test_a_step_that_reduces_held_back_gradients_keeps_no_memory_for_them() -> None:
@@ -372,7 +372,7 @@ def cleared_by_the_model(level: int) -> None:
     thread = threading.Thread(target=lambda: list(model.parameters()))
     thread.start()
     thread.join()
-    assert model[0]._bmt_block.block.run.calls_in_pass  # a thread must not end what another one may be running
+    assert model[0]._bmt_block.state.run.calls_in_pass  # a thread must not end what another one may be running
     model.zero_grad()
     assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
     model[0].fails = False
@@ -400,7 +400,7 @@ def test_on_gpus_a_model_clears_the_gradients_of_a_failed_backward(level: int) -
 def errors_beside_that_of_a_failed_pass() -> list[str]:
     """What Python prints as "Exception ignored in" when a pass fails and what it waits for fails, too: a rank has died."""
     block, ignored = Block(Failing()), list[str]()
-    run = block._bmt_block.block.run
+    run = block._bmt_block.state.run
 
     def wait_for_a_dead_rank() -> None:
         raise RemoteError("Rank 1 has died.")

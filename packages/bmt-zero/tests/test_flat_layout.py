@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bmt_core.params.shard import even_ranges
 from bmt_zero import FlatLayout, flat_layout
-from bmt_zero.sharding.flat_layout import ALIGNMENT
+from bmt_zero.flat_layout import ALIGNMENT
 
 NUMELS = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
 RANKS = st.integers(1, 9)

@@ -15,7 +15,7 @@ from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.testing import run_ranks
 from bmt_zero import Block
-from bmt_zero.gradients.ledger import TRANSITIONS, GradientLedger, GradientState
+from bmt_zero.gradient_ledger import TRANSITIONS, GradientLedger, GradientState
 
 S = GradientState
 
@@ -35,7 +35,7 @@ class Training:
 
     @property
     def ledger(self) -> GradientLedger:
-        (group,) = self.block._bmt_block.block.groups
+        (group,) = self.block._bmt_block.state.groups
         ledger: GradientLedger = group.ledger
         return ledger
 

@@ -106,7 +106,7 @@ def memory(name: str) -> tuple[float, float]:
     own = kept_bytes(model)
     assert meter.current >= own  # the meter sees what it should
     blocks = [module._bmt_block for module in model.modules() if isinstance(module, Block)]
-    block = max(sum(group.group.full_bytes for group in engine.block.groups) for engine in blocks)
+    block = max(sum(group.flat.full_bytes for group in engine.state.groups) for engine in blocks)
     return (meter.peak - own) / block, whole_bytes(model) / block
 
 

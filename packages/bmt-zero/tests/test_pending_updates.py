@@ -7,7 +7,7 @@ import weakref
 
 from bmt_core.run.lanes import Lane
 from bmt_core.run.topology import Topology
-from bmt_zero.sharding.pending_updates import MOST, PendingUpdates
+from bmt_zero.parameter_group import MOST, PendingUpdates
 
 
 class Waited:

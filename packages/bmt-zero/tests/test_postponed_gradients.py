@@ -16,8 +16,8 @@ from zero_models import Uses, full_gradient
 from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients, rank
 from bmt_core.testing import run_ranks
 from bmt_zero import Block
-from bmt_zero.gradients.direct_linear import WeightGradient
-from bmt_zero.schedule.block_call import BlockCall
+from bmt_zero.block_call import BlockCall
+from bmt_zero.direct_linear import WeightGradient
 
 
 def data(number: int = 0) -> torch.Tensor:
@@ -160,7 +160,7 @@ def joined_in_half_precision(level: int, device: str) -> tuple[list[Any], list[A
         if joins:
             left.pop(4).compute()
         results.append(gradients(module))
-    (group, *_) = module._bmt_block.block.groups
+    (group, *_) = module._bmt_block.state.groups
     # With no gradient to which they are added, reduced gradients need no second sum.
     return *results, group.ledger._placeholders == [] and group.ledger.sum._total is None  # type: ignore[return-value]
 
@@ -203,7 +203,7 @@ def joined_by(number_of_rank: list[int]) -> tuple[torch.Tensor, bool]:
     """The gradient of four passes, joined by each rank as it likes; and whether this rank has a sum of it in float32."""
     module, left = layer_and_gradients_left(4, 4)
     number = number_of_rank[rank()]
-    (group,) = module._bmt_block.block.groups
+    (group,) = module._bmt_block.state.groups
     is_summed = False
     for first in range(0, 4, number):
         PostponedGradients.joined(left[first : first + number]).compute()
@@ -243,7 +243,7 @@ def kept_memory() -> tuple[bool, bool, bool, bool]:
     gc.disable()  # what is kept by a cycle counts as kept
     try:
         postponed = postponed_backward(module(data()).square().sum())
-        block = module._bmt_block.block  # type: ignore[union-attr]
+        block = module._bmt_block.state  # type: ignore[union-attr]
         (group,) = block.groups
         is_gathered = group.buffer.tensor.untyped_storage().nbytes() > 0
         is_kept = inputs[0]() is not None

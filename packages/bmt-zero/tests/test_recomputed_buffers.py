@@ -147,9 +147,9 @@ def looks() -> list[bool]:
     block = Block(Changing())
     found = []
     for _ in range(3):
-        before = block._bmt_block.block.buffers
+        before = block._bmt_block.state.buffers
         block(X).sum().backward()
-        found.append(block._bmt_block.block.buffers is not before)
+        found.append(block._bmt_block.state.buffers is not before)
     return found
 
 

@@ -35,7 +35,7 @@ from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
 from bmt_core.torch_internals import are_transforms_active, never_compiled
 from bmt_zero.adapters import check_adapters, see_whole_adapters
-from bmt_zero.schedule.block_engine import BlockEngine
+from bmt_zero.block_engine import BlockEngine
 
 
 class Block(nn.Module):
@@ -105,9 +105,9 @@ class Block(nn.Module):
         materialize_buffers(self.modules(), current().device)
         note_first_buffers(self.modules())
         see_whole_adapters(self.modules())
-        self._bmt_block.block.refresh(self)
+        self._bmt_block.state.refresh(self)
         check_values_at_first_call(self)
-        for parameter in self._bmt_block.block.parameters():
+        for parameter in self._bmt_block.state.parameters():
             parameter._initialized = initialized
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class Block(nn.Module):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """See ``nn.Module``. ``parameters()`` and ``zero_grad()`` call it, also after a backward pass that failed."""
         if "_bmt_block" in self.__dict__:
-            self._bmt_block.block.run.before_listing_parameters()
+            self._bmt_block.state.run.before_listing_parameters()
         yield from super().named_modules(*args, **kwargs)
 
     def set_use(self, use: BlockUse) -> None:
@@ -155,11 +155,11 @@ class Block(nn.Module):
     @property
     def _zero_level(self) -> int:
         """The block's ZeRO level; may be changed between steps among 1, 2 and 3."""
-        return self._bmt_block.block.level
+        return self._bmt_block.state.level
 
     @_zero_level.setter
     def _zero_level(self, level: int) -> None:
-        self._bmt_block.block.set_level(check_zero_level(level))
+        self._bmt_block.state.set_level(check_zero_level(level))
 
     @property
     def _use_checkpoint(self) -> bool:
@@ -185,7 +185,7 @@ class Block(nn.Module):
 
     @property
     def _mode(self) -> BlockMode:
-        return mode_of_axes(self._bmt_block.block.local_axes)
+        return mode_of_axes(self._bmt_block.state.local_axes)
 
     @property
     def _bmt_block(self) -> BlockEngine:
@@ -205,8 +205,8 @@ class Block(nn.Module):
     @contextmanager
     def _bmt_parameters_shown(self) -> Iterator[None]:
         """Inside, the modules hold the sharded parameters even while a backward pass runs; for state dicts."""
-        self._bmt_block.block.run.end_failed_passes()
-        slots = self._bmt_block.block.slots
+        self._bmt_block.state.run.end_failed_passes()
+        slots = self._bmt_block.state.slots
         slots.show_parameters()
         try:
             yield

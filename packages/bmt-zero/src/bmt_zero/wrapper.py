@@ -34,7 +34,7 @@ from bmt_zero.adapters import check_adapters, count_whole_parameters, see_whole_
 from bmt_zero.block import Block
 from bmt_zero.key_value_caches import without_cache_in_recomputation
 from bmt_zero.model_layers import describe_blocks, layers_of
-from bmt_zero.schedule.zero_run import zero_run
+from bmt_zero.zero_run import zero_run
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

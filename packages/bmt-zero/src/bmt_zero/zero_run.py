@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from bmt_core.errors import ConfigError
 from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_core.torch_internals import backward_pass
 from bmt_core.user_warnings import warn_user
-from bmt_zero.gradients.ledger import ReductionsInFlight
-from bmt_zero.schedule.module_changes import ModuleChanges
-from bmt_zero.schedule.outside_parameters import OutsideParameters
-from bmt_zero.schedule.prefetch import Prefetch
-from bmt_zero.schedule.sharded_group import ShardedGroup
-from bmt_zero.sharding.gathered_memory import gathered_memory
+from bmt_zero import adapters
+from bmt_zero.gradient_ledger import ReductionsInFlight
+from bmt_zero.parameter_group import ParameterGroup
+from bmt_zero.prefetch import Prefetch
+from bmt_zero.root_group import OutsideParameters
+from bmt_zero.unsharded_buffer import gathered_memory
 
 
 class EndedCall(Protocol):
@@ -47,11 +50,11 @@ class ZeroRun:
         self.prefetch = Prefetch(runtime.settings.prefetch_bytes)
         self.in_flight = ReductionsInFlight()
         self.outside = OutsideParameters(self.in_flight)
-        self.running: list[list[ShardedGroup]] = []
+        self.running: list[list[ParameterGroup]] = []
         """The groups of the blocks whose forward runs."""
         self.calls_in_pass: dict[EndedCall, None] = {}
         """The calls that take part in a backward pass that has not ended."""
-        self.calls_at_rest: dict[int, list[ShardedGroup]] = {}
+        self.calls_at_rest: dict[int, list[ParameterGroup]] = {}
         """By the number of a call at rest: the groups whose buffers it keeps. See [Note: calls at rest]."""
         self._calling_thread = threading.get_ident()
         self._warns_of_lists = runtime.rank == 0
@@ -148,3 +151,50 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for owner in {reference() for reference in references if reference is not None}:
         if owner is not None:
             owner.note_update()
+
+
+class ModuleChanges:
+    """Counts from its construction until :meth:`close`.
+
+    ``is_gathered(tensor)`` says whether a tensor is a gathered parameter; setting one as a module's own parameter is an error.
+    """
+
+    def __init__(self, device: torch.device, is_gathered: Callable[[torch.Tensor], bool]) -> None:
+        self.count = 0
+        self._device = device
+        self._is_gathered = is_gathered
+        self._handles = [
+            torch_module.register_module_parameter_registration_hook(self._changed),
+            torch_module.register_module_module_registration_hook(self._module_changed),
+            torch_module.register_module_buffer_registration_hook(self._buffer_changed),
+        ]
+
+    def close(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _changed(self, module: Any, name: str, value: Any) -> None:
+        self.count += 1
+        self._check(module, name, value)
+
+    def _module_changed(self, module: Any, name: str, value: nn.Module | None) -> None:
+        self.count += 1
+        adapters.added(module, value)
+
+    def _buffer_changed(self, module: Any, name: str, value: torch.Tensor | None) -> None:
+        # Many forwards replace a buffer by another on the same device, which changes nothing for the block.
+        if name not in module._buffers or (value is not None and value.device != self._device):
+            self.count += 1
+        self._check(module, name, value)
+
+    def _check(self, module: Any, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and _has_memory(value) and self._is_gathered(value):
+            raise ConfigError(
+                f"{type(module).__name__} was given a gathered parameter as its own {name!r}. It would be a new leaf, and the"
+                " sharded parameter no gradient. Slicing an nn.ParameterList does that: index it, or loop over its indices."
+            )
+
+
+def _has_memory(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and not torch.nn.parameter.is_lazy(value)

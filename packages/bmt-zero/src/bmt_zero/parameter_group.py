@@ -1,32 +1,32 @@
-"""``ShardedGroup``: one group of parameters, its buffer and its ledger of gradients; the owner of these parameters."""
+"""``ParameterGroup``: parameters that are gathered by one all-gather, and whose gradients are reduced by one reduce-scatter."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from bmt_core.params.owner import OwnerReference, ReductionWatcher
-from bmt_core.run.lanes import Mark
+from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
-from bmt_zero.gradients.ledger import GradientLedger, ReductionsInFlight
-from bmt_zero.sharding.data_version import DataVersion
-from bmt_zero.sharding.parameter_group import ParameterGroup
-from bmt_zero.sharding.unsharded_buffer import UnshardedBuffer
+from bmt_zero.flat_parameters import FlatParameters
+from bmt_zero.gradient_ledger import GradientLedger, ReductionsInFlight
+from bmt_zero.unsharded_buffer import UnshardedBuffer
 
 
-class ShardedGroup:
+class ParameterGroup:
     """Parameters that are gathered by one all-gather, and whose gradients are reduced by one reduce-scatter.
 
-    ``group`` has their layout and shard, ``data`` tells whether their values changed, ``buffer`` holds them whole, ``ledger``
+    ``flat`` has their layout and shard, ``data`` tells whether their values changed, ``buffer`` holds them whole, ``ledger``
     has their gradients. ``level`` is the ZeRO level. Implements :class:`bmt_core.params.owner.ParameterOwner`.
     """
 
     def __init__(
         self,
-        group: ParameterGroup,
+        flat: FlatParameters,
         *,
         level: int,
         reduce_dtype: ReduceDtype,
@@ -36,15 +36,15 @@ class ShardedGroup:
         lanes = current().lanes
         self.level = level
         self.name = name
-        self.group = group
-        self.data = DataVersion(group, lanes.gather)
-        self.buffer = UnshardedBuffer(group, lanes.gather)
-        self.ledger = GradientLedger(
-            group, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight
-        )
+        self.flat = flat
+        self.parameters = flat.parameters
+        self.is_replicated = flat.is_replicated
+        self.data = DataVersion(flat, lanes.gather)
+        self.buffer = UnshardedBuffer(flat, lanes.gather)
+        self.ledger = GradientLedger(flat, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight)
         self._leaves: list[torch.Tensor] = []
         reference: OwnerReference = weakref.ref(self)
-        for parameter in group.parameters:
+        for parameter in flat.parameters:
             parameter.owner_reference = reference
 
     def note_update(self, done: Mark | None = None, reads: object = None) -> None:
@@ -74,7 +74,7 @@ class ShardedGroup:
     def bytes_to_gather(self, own_holds: int) -> int:
         """Return how many bytes a gather would allocate: 0 if there are more holds than the caller's ``own_holds``."""
         is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.is_available)
-        return 0 if is_there or self.group.is_replicated else self.group.full_bytes
+        return 0 if is_there or self.is_replicated else self.flat.full_bytes
 
     def look_for_changes(self) -> None:
         """Make the next :meth:`start_gather` gather again if values have changed since the last look."""
@@ -89,7 +89,7 @@ class ShardedGroup:
 
     def wait(self) -> None:
         """Make the computation wait until the whole parameters are gathered."""
-        if self.group.is_replicated:
+        if self.is_replicated:
             self.data.updates.wait()
             self.data.updates.clear()
         self.buffer.wait()
@@ -112,7 +112,7 @@ class ShardedGroup:
 
     def views(self) -> list[torch.Tensor]:
         """Return the whole parameters in their shapes: new views of the buffer at each call."""
-        return self.group.views_of(self.buffer.tensor)
+        return self.flat.views_of(self.buffer.tensor)
 
     def leaves(self, trains: Sequence[bool]) -> list[torch.Tensor]:
         """Return the whole parameters as leaves of the autograd graph; ``trains`` says which require gradients.
@@ -139,7 +139,7 @@ class ShardedGroup:
         Return the gradients that autograd must use itself: for the user's hooks, or all if they do not go to ``.grad`` (not
         ``is_taking``). ``present`` tells of the reduced sum which of the ``wanted`` gradients any rank has.
         """
-        ledger, is_hooked = self.ledger, self.group.is_hooked
+        ledger, is_hooked = self.ledger, self.flat.is_hooked
         if is_taking and not is_hooked and present is None:
             if reduces or ledger.sum.is_taking:
                 self.reduce(full, wanted)
@@ -166,3 +166,95 @@ class ShardedGroup:
         # An update usually follows a reduction. Every rank knows of the reduction, so all ranks gather again.
         if self.level == 1:
             self.buffer.mark_outdated()
+
+
+class DataVersion:
+    """Counts the changes of a group's values, and keeps the updates that a reader has to wait for.
+
+    torch's version counters are not enough: an optimizer does not change the counters of empty tensors, so a rank whose part of the
+    block is empty would not gather again when the others do. Every rank knows of an optimizer's step (:meth:`note_update`).
+    """
+
+    def __init__(self, flat: FlatParameters, lane: Lane) -> None:
+        self.number = 0
+        self.is_memory_replaced = False
+        self.updates = PendingUpdates(lane)
+        self.updates.add()
+        self._flat = flat
+        self._is_update_noted = False
+        # Versions of the parameters at the last look, and when an update was last noted.
+        self._seen = self._noted = flat.versions
+
+    def note_update(self, done: Mark | None, reads: object) -> None:
+        """See :meth:`bmt_core.params.owner.ParameterOwner.note_update`."""
+        versions = self._flat.versions
+        if not self._is_update_noted or versions != self._noted:
+            self._is_update_noted, self._noted = True, versions
+            self.updates.add(done)
+        if reads is not None:
+            self.updates.keep_alive(reads)
+
+    def look(self) -> bool:
+        """Whether values have changed since the last look; if so, :attr:`number` grows by one."""
+        versions = self._flat.versions
+        if not self._is_update_noted and versions == self._seen:
+            return False
+        if versions != self._noted:  # written without note_update(), by an operation of the user's
+            self.updates.add()
+        self._seen = self._noted = versions
+        self._is_update_noted = False
+        self.number += 1
+        return True
+
+
+MOST = 4
+"""How many updates are remembered. An optimizer waits for its last update before the next, so there is one per optimizer."""
+
+
+@dataclass
+class _Update:
+    done: Mark | None  # None: the lane has been told to wait for it
+    reads: object = None
+
+
+class PendingUpdates:
+    """The mark of each update's end, and the objects that the update reads until then. ``lane`` gathers the updated shard."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._updates: list[_Update] = []
+
+    def add(self, done: Mark | None = None) -> None:
+        """Remember an update that ends at ``done``; None: at the current end of the computation's stream."""
+        waiting = [update for update in self._updates if update.done is not None]
+        if len(waiting) >= MOST:  # the shard is updated and never gathered
+            self.wait()
+            self._updates = [update for update in self._updates if update.done is None]
+            self._updates.append(_Update(self._lane.here()))
+        self._updates.append(_Update(self._lane.here() if done is None else done))
+
+    def keep_alive(self, reads: object) -> None:
+        """Keep ``reads``, which the latest update reads, alive until somebody has waited for this update."""
+        if self._updates:
+            self._updates[-1].reads = reads
+
+    def wait(self) -> None:
+        """Make the computation wait for all updates."""
+        for update in self._updates:
+            if update.done is not None:
+                update.done.wait()
+
+    def hold_up_lane(self) -> None:
+        """Make the lane wait for all updates that it does not wait for yet."""
+        for update in self._updates:
+            if update.done is not None:
+                self._lane.after(update.done)
+                update.done = None
+
+    def forget_awaited(self) -> None:
+        """Forget updates that the lane waits for. Called once the computation has waited for the lane."""
+        self._updates = [update for update in self._updates if update.done is not None]
+
+    def clear(self) -> None:
+        """Forget all updates: the computation has waited for them."""
+        self._updates.clear()

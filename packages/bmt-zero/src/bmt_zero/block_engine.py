@@ -1,7 +1,19 @@
-"""``BlockEngine``: runs the calls of one block."""
+"""``BlockEngine``: runs the calls of one block.
+
+[Note: the two nodes] In forward, ``Enter`` turns the shards into whole parameters, and ``Leave`` passes the outputs on. In backward
+``Leave`` runs before every node inside the block, and ``Enter`` after all of them: it is the block's oldest node, and torch runs
+the youngest ready node first. So ``Leave`` gathers, and ``Enter`` reduces and frees. Both run at the right time in any graph, with
+frozen or skipped blocks, a block used twice, several graphs, ``retain_graph``, ``autograd.grad``. An empty tensor, the token, goes
+from ``Enter`` to ``Leave``. Because of the token a block whose outputs got a gradient always reduces, even if none of its
+parameters took part on this rank, so that all ranks make the same collectives.
+
+``Enter`` also takes an empty leaf of the block's own. Only an ordinary ``backward()`` accumulates into this leaf, because it
+accumulates into all leaves; ``autograd.grad`` and ``backward(inputs=...)`` do not.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -11,16 +23,14 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import BlockUse
+from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.modules.outermost_call import gather_once
 from bmt_core.nested import map_tensors, tensors_in
 from bmt_core.settings import ReduceDtype
-from bmt_core.torch_internals import has_gradient_hooks
-from bmt_zero.schedule.autograd_nodes import EndAtInputs, Enter, Leave
-from bmt_zero.schedule.block_call import BlockCall
-from bmt_zero.schedule.recomputation import Recomputation
-from bmt_zero.schedule.saved_tensors import saved_for_backward
-from bmt_zero.schedule.sharded_block import ShardedBlock
-from bmt_zero.sharding.parameter_slots import SlotValues
+from bmt_core.torch_internals import accumulates_at, has_gradient_hooks
+from bmt_zero.block_call import BlockCall
+from bmt_zero.block_state import BlockState, SlotValues
+from bmt_zero.recomputation import Recomputation, saved_for_backward
 
 
 class BlockEngine:
@@ -39,36 +49,36 @@ class BlockEngine:
         self.compile = compile
         self.use = BlockUse()
         # Compiled code must find plain linear layers, so it does not write gradients directly.
-        self.block = ShardedBlock(
+        self.state = BlockState(
             level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, direct_gradients=not compile
         )
         self._leaf: torch.Tensor | None = None
 
     def __reduce__(self) -> Any:
         # A copy lays out its own parameters at its first call.
-        block = self.block
-        return _copy_of, (self.use_checkpoint, block.level, block.local_axes, block.reduce_dtype, self.compile)
+        state = self.state
+        return _copy_of, (self.use_checkpoint, state.level, state.local_axes, state.reduce_dtype, self.compile)
 
     @property
     def is_running(self) -> bool:
         """Whether the block's own code runs, with whole parameters in its modules."""
-        return self.block.running.call is not None
+        return self.state.running.call is not None
 
     def run(
         self, module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return ``function(*args, **kwargs)``, which calls ``module`` with whole parameters. Collective."""
-        block = self.block
-        block.run.end_failed_passes()
-        block.refresh(module)
-        for group in block.groups:
+        state = self.state
+        state.run.end_failed_passes()
+        state.refresh(module)
+        for group in state.groups:
             group.ledger.notice_cleared()
-        call = BlockCall(block, self.use)
+        call = BlockCall(state, self.use)
         call.begin_forward()
         succeeded = backward_follows = False
         try:
             token, whole = self._enter(call)
-            slots, writes = block.slots, call.writes
+            slots, writes = state.slots, call.writes
             slots.put(whole)
             try:
                 outputs = self._forward(call, function, args, kwargs)
@@ -83,7 +93,7 @@ class BlockEngine:
                 call.writes_directly = False  # hooks on whole parameters must see their gradients
             outputs = _leave(call, token, (args, kwargs), outputs)
             if type(outputs) is list:
-                block.run.say_that_lists_stay_lists(module)
+                state.run.say_that_lists_stay_lists(module)
             backward_follows = any(output.requires_grad for output in tensors_in(outputs))
             succeeded = True
             return outputs
@@ -91,9 +101,9 @@ class BlockEngine:
             call.end_forward(succeeded=succeeded, backward_follows=backward_follows)
 
     def _enter(self, call: BlockCall) -> tuple[torch.Tensor | None, SlotValues]:
-        block = self.block
-        parameters = block.parameters()
-        foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in block.slots.foreign}
+        state = self.state
+        parameters = state.parameters()
+        foreign = {id(slot.parameter): gather_once(slot.parameter) for slot in state.slots.foreign}
         if torch.is_grad_enabled():
             call.foreign = {key: full.detach() for key, full in foreign.items()}
         if not torch.is_grad_enabled() or True not in [parameter.requires_grad for parameter in parameters]:
@@ -110,10 +120,10 @@ class BlockEngine:
     ) -> Any:
         if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
             recomputation = Recomputation(
-                call, lambda a, k: self._compute(call, function, a, k), self.block.buffers, args, kwargs
+                call, lambda a, k: self._compute(call, function, a, k), self.state.buffers, args, kwargs
             )
             return recomputation.forward()
-        if self.block.level == 3 and torch.is_grad_enabled():
+        if self.state.level == 3 and torch.is_grad_enabled():
             with saved_for_backward(call):
                 return self._compute(call, function, args, kwargs)
         return self._compute(call, function, args, kwargs)
@@ -121,19 +131,19 @@ class BlockEngine:
     def _compute(
         self, call: BlockCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        block = self.block
-        before, block.running.call = block.running.call, call
-        block.run.running.append(block.groups)
+        state = self.state
+        before, state.running.call = state.running.call, call
+        state.run.running.append(state.groups)
         try:
             return function(*args, **kwargs)
         finally:
-            block.run.running.remove(block.groups)
-            block.running.call = before
+            state.run.running.remove(state.groups)
+            state.running.call = before
 
 
 def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: Any) -> Any:
     # A returned view of a parameter must stay valid when the buffer is freed.
-    outputs = map_tensors(lambda t: t.clone() if call.block.may_free_memory_of(t) else t, outputs)
+    outputs = map_tensors(lambda t: t.clone() if call.state.may_free_memory_of(t) else t, outputs)
     gated = [output for output in tensors_in(outputs) if output.requires_grad]
     if token is not None and not gated:
         # No parameter was used on this rank, but some may have been on others: the block must be in the graph on all ranks.
@@ -158,3 +168,52 @@ def _copy_of(
     return BlockEngine(
         use_checkpoint=use_checkpoint, level=level, local_axes=local_axes, reduce_dtype=reduce_dtype, compile=compile
     )
+
+
+class Enter(torch.autograd.Function):
+    """(call, leaf, shards…) -> (token, whole parameters…): see [Note: the two nodes]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, leaf: torch.Tensor, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        fulls = [view for group in call.groups for view in group.views()]
+        ctx.mark_non_differentiable(*[full for full, s in zip(fulls, shards, strict=True) if not s.requires_grad])
+        return torch.empty(0, device=shards[0].device), *fulls
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *grads: Any) -> Any:
+        of_leaf, _ = ctx.next_functions[0]
+        return None, None, *ctx.call.end_backward(grads[1:], ctx.needs_input_grad[2:], accumulates_at(of_leaf))
+
+
+class Leave(torch.autograd.Function):
+    """(call, token, outputs…) -> outputs…: see [Note: the two nodes]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, token: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.token_device = token.device
+        # Detached, because code after the block may modify an output in place.
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.call.begin_backward()
+        token = torch.empty(0, device=ctx.token_device) if ctx.needs_input_grad[1] else None
+        return None, token, *grads
+
+
+class EndAtInputs:
+    """Ends a call when the gradients of its inputs are computed. Refers to it weakly, because the hook may outlive the graph."""
+
+    def __init__(self, call: BlockCall) -> None:
+        self._call = weakref.ref(call)
+
+    def __call__(self, grads: Any) -> None:
+        call = self._call()
+        if call is not None:
+            call.end()

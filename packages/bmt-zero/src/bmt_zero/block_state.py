@@ -1,9 +1,11 @@
-"""``ShardedBlock``: the parameters of one block, in groups, and the slots of its modules that hold them."""
+"""``BlockState``: the parameters of one block, in groups, and the slots of its modules that hold them."""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,17 +16,16 @@ from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
-from bmt_zero.gradients.direct_linear import Location, RunningCall, direct_linears
-from bmt_zero.schedule.recomputed_buffers import BlockBuffers
-from bmt_zero.schedule.sharded_group import ShardedGroup
-from bmt_zero.schedule.zero_run import ZeroRun, zero_run
-from bmt_zero.sharding.parameter_group import ParameterGroup
-from bmt_zero.sharding.parameter_slots import ParameterSlots, Slot, SlotValues
+from bmt_zero.direct_linear import Location, RunningCall, direct_linears
+from bmt_zero.flat_parameters import FlatParameters
+from bmt_zero.parameter_group import ParameterGroup
+from bmt_zero.recomputed_buffers import BlockBuffers
+from bmt_zero.zero_run import ZeroRun, zero_run
 
 _numbers = itertools.count()
 
 
-class ShardedBlock:
+class BlockState:
     """The parameters that a block shards. It refers to parameters and to slots of modules, never to the modules themselves.
 
     ``direct_gradients``: linear layers write their gradients directly into the tensor that is reduced.
@@ -40,14 +41,14 @@ class ShardedBlock:
         self.following: int | None = None
         self.preceding: int | None = None
         self.run: ZeroRun = zero_run()
-        self.groups: list[ShardedGroup] = []
+        self.groups: list[ParameterGroup] = []
         self.slots = ParameterSlots([], {}, [])
         self.buffers = BlockBuffers({})
         self.running = RunningCall()
         self._direct_gradients = direct_gradients
         self._changes_seen = -1
-        self._ahead: list[ShardedGroup] = []  # gathered ahead and held for the expected next call
-        self._between_calls: list[ShardedGroup] = []  # held between calls because a schedule says so
+        self._ahead: list[ParameterGroup] = []  # gathered ahead and held for the expected next call
+        self._between_calls: list[ParameterGroup] = []  # held between calls because a schedule says so
         self.awaited_calls: set[int] = set()
         """Numbers of the calls whose backward will use parameters that are kept from the backward of another call."""
 
@@ -57,12 +58,12 @@ class ShardedBlock:
 
     def parameters(self) -> list[DistributedParameter]:
         """The parameters that this block shards, in the order of its groups."""
-        return [parameter for group in self.groups for parameter in group.group.parameters]
+        return [parameter for group in self.groups for parameter in group.parameters]
 
     @property
     def is_sharded(self) -> bool:
-        """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
-        return any(not group.group.is_replicated for group in self.groups)
+        """See :class:`bmt_zero.prefetch.Prefetched`."""
+        return any(not group.is_replicated for group in self.groups)
 
     def set_level(self, level: int) -> None:
         """Change the level between steps."""
@@ -91,7 +92,7 @@ class ShardedBlock:
             self._refresh(block)
 
     def whole_for_backward(
-        self, leaves: Mapping[ShardedGroup, Sequence[torch.Tensor]], foreign: dict[int, torch.Tensor]
+        self, leaves: Mapping[ParameterGroup, Sequence[torch.Tensor]], foreign: dict[int, torch.Tensor]
     ) -> SlotValues:
         """Return the whole parameters to put into the block's modules while the backward of a call runs.
 
@@ -99,7 +100,7 @@ class ShardedBlock:
         ``foreign``: the whole parameters that forward used but the block does not shard. They are not gathered again, because
         forward may have used them on some ranks only.
         """
-        own = [whole for group in self.groups for whole in leaves.get(group, group.group.parameters)]
+        own = [whole for group in self.groups for whole in leaves.get(group, group.parameters)]
         if not foreign:
             return SlotValues(own, foreign)
         with torch.enable_grad():
@@ -108,9 +109,9 @@ class ShardedBlock:
 
     def may_free_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of a buffer of this block that may be freed while ``tensor`` lives."""
-        return any(not g.group.is_replicated and g.buffer.holds_memory_of(tensor) for g in self.groups)
+        return any(not g.is_replicated and g.buffer.holds_memory_of(tensor) for g in self.groups)
 
-    def keep_gathered(self, groups: list[ShardedGroup], *, until_next: bool) -> None:
+    def keep_gathered(self, groups: list[ParameterGroup], *, until_next: bool) -> None:
         """Hold ``groups``, which are gathered, until a later call says ``until_next=False``."""
         if until_next == bool(self._between_calls):
             return
@@ -121,13 +122,13 @@ class ShardedBlock:
             group.release()
 
     def bytes_to_gather(self, *, is_backward: bool) -> int:
-        """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        """See :class:`bmt_zero.prefetch.Prefetched`."""
         if is_backward and self.level < 3:
             return 0
         return sum([group.bytes_to_gather(group in self._ahead) for group in self.groups])
 
     def gather_ahead(self, *, is_backward: bool) -> bool:
-        """See :class:`bmt_zero.schedule.prefetch.Prefetched`. Collective."""
+        """See :class:`bmt_zero.prefetch.Prefetched`. Collective."""
         if not self.groups or True in [group.data.is_memory_replaced for group in self.groups]:
             return False
         if is_backward and self.level < 3:
@@ -142,13 +143,13 @@ class ShardedBlock:
         return True
 
     def release_ahead(self) -> None:
-        """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        """See :class:`bmt_zero.prefetch.Prefetched`."""
         ahead, self._ahead = self._ahead, []
         for group in ahead:
             group.release()
 
     def forget_gathered(self) -> None:
-        """See :class:`bmt_zero.schedule.prefetch.Prefetched`."""
+        """See :class:`bmt_zero.prefetch.Prefetched`."""
         self.awaited_calls.clear()
         self.keep_gathered([], until_next=False)
         for group in self.groups:
@@ -169,12 +170,12 @@ class ShardedBlock:
         kept = [
             group
             for group in self.groups
-            if not group.data.is_memory_replaced and not wanted_ids.isdisjoint(map(id, group.group.parameters))
+            if not group.data.is_memory_replaced and not wanted_ids.isdisjoint(map(id, group.parameters))
         ]
         for group in self.groups:
             if group not in kept:
                 group.buffer.discard()
-        own = {id(parameter) for group in kept for parameter in group.group.parameters}
+        own = {id(parameter) for group in kept for parameter in group.parameters}
         new = [p for p in wanted if id(p) not in own and not getattr(p, "_shared", False)]
         self.groups = kept + self._lay_out(new, slots)
         self.run.prefetch.add(self)
@@ -184,7 +185,7 @@ class ShardedBlock:
         locations = {
             id(p): Location(number, position)
             for number, group in enumerate(self.groups)
-            for position, p in enumerate(group.group.parameters)
+            for position, p in enumerate(group.parameters)
         }
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
         attributes = direct_linears(self.running, block, locations) if self._direct_gradients else []
@@ -192,33 +193,35 @@ class ShardedBlock:
         self.buffers = BlockBuffers({name: module._buffers for name, module in block.named_modules()})
         self.buffers.to(current().device)
 
-    def _lay_out(self, parameters: Sequence[nn.Parameter], slots: list[Slot]) -> list[ShardedGroup]:
+    def _lay_out(self, parameters: Sequence[nn.Parameter], slots: list[Slot]) -> list[ParameterGroup]:
         kinds: dict[object, tuple[Group, list[nn.Parameter]]] = {}
         for parameter in parameters:
-            ranks = self._ranks_of(parameter, slots)
+            process_group = self._process_group_of(parameter, slots)
             index = parameter._flat_index if isinstance(parameter, DistributedParameter) else None
             # A parameter stays in the group it had. New ones are grouped by requires_grad, once: freezing a parameter later must
             # not move memory that the optimizer holds.
-            key = (index, parameter.dtype, parameter.requires_grad if index is None else None, ranks.ranks)
-            kinds.setdefault(key, (ranks, []))[1].append(parameter)
+            key = (index, parameter.dtype, parameter.requires_grad if index is None else None, process_group.ranks)
+            kinds.setdefault(key, (process_group, []))[1].append(parameter)
         made = [
-            ShardedGroup(
-                ParameterGroup(members, ranks=ranks, replicated=self.level == 0, device=current().device),
+            ParameterGroup(
+                FlatParameters(
+                    members, process_group=process_group, replicated=self.level == 0, device=current().device
+                ),
                 level=self.level,
                 reduce_dtype=self.reduce_dtype,
                 name=f"blocks.{self.number}",
                 in_flight=self.run.in_flight,
             )
-            for ranks, members in kinds.values()
+            for process_group, members in kinds.values()
         ]
         used = [p._flat_index for p in self.parameters() if p._flat_index is not None]
         for number, group in enumerate(made, start=max(used, default=-1) + 1):
-            for parameter in group.group.parameters:
+            for parameter in group.parameters:
                 parameter.make_local(self.local_axes)
                 parameter._flat_index = number if parameter._flat_index is None else parameter._flat_index
         return made
 
-    def _ranks_of(self, parameter: nn.Parameter, slots: list[Slot]) -> Group:
+    def _process_group_of(self, parameter: nn.Parameter, slots: list[Slot]) -> Group:
         topology = current().topology
         if not isinstance(parameter, DistributedParameter):
             return topology.shard_group(self.local_axes)
@@ -259,3 +262,85 @@ def _slots_of(block: nn.Module) -> Iterator[Slot]:
             if parameter is not None:
                 yield Slot(module._parameters, name, parameter)  # type: ignore[arg-type]
         pending += [child for child in module._modules.values() if child is not None]
+
+
+class Slot(NamedTuple):
+    """Where a module keeps ``parameter``: ``holder[name]``, where ``holder`` is the module's ``_parameters``."""
+
+    holder: dict[str, Any]
+    name: str
+    parameter: DistributedParameter
+
+
+class SlotValues(NamedTuple):
+    """The whole parameters that are put into a block's slots while it computes.
+
+    ``own``: those that the block shards, in the order of its groups. ``foreign``: those that others shard, by the parameters' ids.
+    """
+
+    own: Sequence[torch.Tensor]
+    foreign: Mapping[int, torch.Tensor]
+
+
+class ParameterSlots:
+    """Puts whole parameters into a block's modules while its forward or backward runs, and the sharded ones otherwise.
+
+    Calls of one block may overlap (the block is used twice; a backward pass runs inside a forward). Each call puts its own whole
+    parameters in, and the modules hold those put in last. The sharded parameters are back when all calls have taken theirs out.
+
+    ``index_of``: the index of each of the block's own parameters, by id. ``attributes``: ``(layer.__dict__, name, value)`` to set
+    on layers while whole parameters are in.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], index_of: Mapping[int, int], attributes: Sequence[tuple[dict[str, Any], str, Any]]
+    ) -> None:
+        self._slots = slots
+        self._own = [(holder, name, index_of[id(p)]) for holder, name, p in slots if id(p) in index_of]
+        self.foreign = [slot for slot in slots if id(slot.parameter) not in index_of]
+        self._attributes = attributes
+        self._inside: list[SlotValues] = []
+
+    def put(self, whole: SlotValues) -> None:
+        """Put ``whole`` into the modules."""
+        self._inside.append(whole)
+        self._show(whole)
+
+    def take_out(self, whole: SlotValues) -> None:
+        """Undo :meth:`put` of ``whole``. The modules then hold what is still put in, or the sharded parameters."""
+        self._inside = [other for other in self._inside if other is not whole]
+        self.show_present()
+
+    def show_parameters(self) -> None:
+        """Put the sharded parameters into the modules until :meth:`show_present`, to save or copy them."""
+        for holder, name, parameter in self._slots:
+            holder[name] = parameter
+        for attributes, name, _ in self._attributes:
+            attributes.pop(name, None)
+
+    def show_present(self) -> None:
+        """Put the whole parameters that were put in last back into the modules, or the sharded ones if there are none."""
+        if self._inside:
+            self._show(self._inside[-1])
+        else:
+            self.show_parameters()
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether whole parameters are in the modules."""
+        return bool(self._inside)
+
+    @property
+    def are_untouched(self) -> bool:
+        """Whether the modules hold exactly the parameters of the slots: nobody has replaced one."""
+        found = [holder.get(name) for holder, name, _ in self._slots]
+        return not any(map(operator.is_not, found, [parameter for _, _, parameter in self._slots]))
+
+    def _show(self, whole: SlotValues) -> None:
+        own, foreign = whole
+        for holder, name, index in self._own:
+            holder[name] = own[index]
+        for holder, name, parameter in self.foreign:
+            holder[name] = foreign.get(id(parameter), parameter)
+        for attributes, name, value in self._attributes:
+            attributes[name] = value

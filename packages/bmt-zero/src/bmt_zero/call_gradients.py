@@ -9,9 +9,9 @@ import torch
 
 from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.params.shard import summation_dtype
-from bmt_zero.gradients.direct_linear import LayerGradient
-from bmt_zero.gradients.ledger import FlatGradients
-from bmt_zero.schedule.sharded_group import ShardedGroup
+from bmt_zero.direct_linear import LayerGradient
+from bmt_zero.gradient_ledger import FlatGradients
+from bmt_zero.parameter_group import ParameterGroup
 
 _Products = list[tuple[int, LayerGradient]]
 """(index of the parameter in its group, its gradient), in the order in which backward reached the layers."""
@@ -26,7 +26,7 @@ class CallGradients:
     """
 
     def __init__(
-        self, group: ShardedGroup, may_be_freed: Callable[[torch.Tensor], bool], *, keeps_products: bool
+        self, group: ParameterGroup, may_be_freed: Callable[[torch.Tensor], bool], *, keeps_products: bool
     ) -> None:
         self._group = group
         self._ledger = group.ledger

@@ -16,11 +16,10 @@ from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.torch_internals import accumulates, backward_pass, when_backward_ends
-from bmt_zero.gradients.direct_linear import LayerGradient, LayerRecomputation, Location
-from bmt_zero.schedule.call_gradients import CallGradients
-from bmt_zero.schedule.sharded_block import ShardedBlock
-from bmt_zero.schedule.sharded_group import ShardedGroup
-from bmt_zero.sharding.parameter_slots import ParameterSlots, SlotValues
+from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
+from bmt_zero.call_gradients import CallGradients
+from bmt_zero.direct_linear import LayerGradient, LayerRecomputation, Location
+from bmt_zero.parameter_group import ParameterGroup
 
 _numbers = itertools.count()
 
@@ -42,11 +41,11 @@ class BlockCall:
     leaf that identifies an ordinary ``backward()``: see [Note: the two nodes].
     """
 
-    def __init__(self, block: ShardedBlock, use: BlockUse) -> None:
+    def __init__(self, state: BlockState, use: BlockUse) -> None:
         self.number = next(_numbers)
-        self.block = block
+        self.state = state
         self.use = use
-        self.groups = list(block.groups)
+        self.groups = list(state.groups)
         self.phase = Phase.REST
         self.foreign: dict[int, torch.Tensor] = {}
         self.writes_directly = True
@@ -57,7 +56,7 @@ class BlockCall:
         self._pass = -1  # the backward pass whose end is watched
         self._versions: list[int] = []
         self._trains: list[list[bool]] = []  # which parameters of each group required gradients in forward
-        self._leaves: dict[ShardedGroup, list[torch.Tensor]] = {}
+        self._leaves: dict[ParameterGroup, list[torch.Tensor]] = {}
         # By the address of a leaf: the number of its group, its number in that group, and the leaf.
         self._leaf_at: dict[int, tuple[int, int, torch.Tensor]] = {}
         self._whole: tuple[ParameterSlots, SlotValues] | None = None  # put into the modules by backward
@@ -69,11 +68,11 @@ class BlockCall:
 
         Then the parameters are whole and must stay so, and the gradients are returned to that code (``torch.autograd.grad``).
         """
-        return self.block.running.call is self
+        return self.state.running.call is self
 
     @property
     def layer_recomputation(self) -> LayerRecomputation | None:
-        """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
+        """See :class:`bmt_zero.direct_linear.GradientCall`."""
         return None if self.recomputation is None else self.recomputation()
 
     @property
@@ -85,20 +84,20 @@ class BlockCall:
         """Gather the parameters. Collective."""
         self.phase = Phase.FORWARD
         if self.use.first_forward:
-            self.block.awaited_calls.clear()  # calls of an earlier step, whose backward no rank will run
+            self.state.awaited_calls.clear()  # calls of an earlier step, whose backward no rank will run
         self._acquire(looks=self.use.first_forward)
         self._versions = [group.data.number for group in self.groups]
-        self._trains = [[parameter.requires_grad for parameter in group.group.parameters] for group in self.groups]
+        self._trains = [[parameter.requires_grad for parameter in group.parameters] for group in self.groups]
 
     def end_forward(self, *, succeeded: bool, backward_follows: bool) -> None:
         """Release the parameters, except those that are kept until backward."""
         self.phase = Phase.REST
         if succeeded:
-            self.block.keep_gathered(self.groups, until_next=not self.use.last_forward)
+            self.state.keep_gathered(self.groups, until_next=not self.use.last_forward)
             if backward_follows and not self.use.first_backward:
-                self.block.awaited_calls.add(self.number)
-        if backward_follows and self.block.level < 3:
-            self.block.run.calls_at_rest[self.number] = self.groups
+                self.state.awaited_calls.add(self.number)
+        if backward_follows and self.state.level < 3:
+            self.state.run.calls_at_rest[self.number] = self.groups
             for group in self.groups:
                 group.buffer.hold_at_rest()
         self._let_go()
@@ -121,13 +120,13 @@ class BlockCall:
                 " Run backward before the optimizer's step, or run forward again."
             )
         self.phase = Phase.BACKWARD
-        if self.number in self.block.run.calls_at_rest:
+        if self.number in self.state.run.calls_at_rest:
             for group in self.groups:
                 group.buffer.take_kept()
         self._acquire(looks=False)
         self._leaves = {g: g.leaves(trains) for g, trains in zip(self.groups, self._trains, strict=True)}
         self._leaf_at.clear()
-        slots, whole = self.block.slots, self.block.whole_for_backward(self._leaves, self.foreign)
+        slots, whole = self.state.slots, self.state.whole_for_backward(self._leaves, self.foreign)
         slots.put(whole)
         self._whole = slots, whole
         self._keep_products()
@@ -142,11 +141,11 @@ class BlockCall:
         numbers = [n for n, g in enumerate(self.groups) if is_postponing or g.ledger.adds_products(reduces=reduces)]
         if numbers and self.leaf is not None and accumulates(self.leaf):
             for number in numbers:
-                if not self.groups[number].group.is_hooked:
+                if not self.groups[number].flat.is_hooked:
                     self._gradients_of(number, keeps_products=True)
 
     def take(self, location: Location, gradient: LayerGradient) -> bool:
-        """See :class:`bmt_zero.gradients.direct_linear.GradientCall`."""
+        """See :class:`bmt_zero.direct_linear.GradientCall`."""
         if not self.writes_directly or self.is_computing:
             return False
         return self._gradients_of(location.group).take(location.position, gradient)
@@ -192,12 +191,12 @@ class BlockCall:
 
     def end_pass(self) -> None:
         """Complete the gradients and free the gathered parameters, after a backward pass that has succeeded."""
-        self.block.run.calls_in_pass.pop(self, None)
+        self.state.run.calls_in_pass.pop(self, None)
         self.end()
         for group in self.groups:
             group.ledger.end_pass()
-        self.block.run.prefetch.drop()
-        self.block.run.in_flight.wait()
+        self.state.run.prefetch.drop()
+        self.state.run.in_flight.wait()
 
     def __del__(self) -> None:
         # The graph was freed without a backward: the output was not used, or an exception was raised.
@@ -207,7 +206,7 @@ class BlockCall:
         this_pass = backward_pass()
         if self._pass != this_pass:
             self._pass = this_pass
-            self.block.run.calls_in_pass[self] = None
+            self.state.run.calls_in_pass[self] = None
             when_backward_ends(_EndOfPass(self))
 
     def _end_backward(self) -> None:
@@ -215,11 +214,11 @@ class BlockCall:
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
             running_backward.places = None
-            self.block.awaited_calls.discard(self.number)
+            self.state.awaited_calls.discard(self.number)
             # Whether the step will use the parameters again: in another backward, or in a forward.
-            is_followed = bool(self.block.awaited_calls) or not self.use.last_forward
-            self.block.keep_gathered(self.groups, until_next=not self.use.last_backward and is_followed)
-        if self.block.run.calls_at_rest.pop(self.number, None) is not None:
+            is_followed = bool(self.state.awaited_calls) or not self.use.last_forward
+            self.state.keep_gathered(self.groups, until_next=not self.use.last_backward and is_followed)
+        if self.state.run.calls_at_rest.pop(self.number, None) is not None:
             for group in self.groups:
                 group.release_at_rest()
         self._let_go()
@@ -234,7 +233,7 @@ class BlockCall:
                 group.release()
 
     def _acquire(self, *, looks: bool) -> None:
-        held: list[ShardedGroup] = []
+        held: list[ParameterGroup] = []
         try:
             for group in self.groups:
                 if looks:
@@ -242,7 +241,7 @@ class BlockCall:
                 group.start_gather()
                 group.buffer.hold()
                 held.append(group)
-            self.block.run.prefetch.begins(self.block, is_backward=self.phase is Phase.BACKWARD)
+            self.state.run.prefetch.begins(self.state, is_backward=self.phase is Phase.BACKWARD)
             for group in self.groups:
                 group.wait()
         except BaseException:
@@ -255,7 +254,7 @@ class BlockCall:
     def _gradients_of(self, number: int, *, keeps_products: bool = False) -> CallGradients:
         if number not in self._gradients:
             self._gradients[number] = CallGradients(
-                self.groups[number], self.block.may_free_memory_of, keeps_products=keeps_products
+                self.groups[number], self.state.may_free_memory_of, keeps_products=keeps_products
             )
         return self._gradients[number]
 
@@ -266,19 +265,19 @@ class BlockCall:
         if self._whole is not None:
             grads = _with_gradients_of([leaf for leaves in self._leaves.values() for leaf in leaves], grads)
         for number, group in enumerate(self.groups):
-            own = slice(len(results), len(results) + len(group.group.parameters))
+            own = slice(len(results), len(results) + len(group.parameters))
             if True in needed[own]:
                 # To which leaves this pass adds: all in backward(), none in autograd.grad(), some in backward(inputs=...).
                 taking = [
                     need and (p.requires_grad if is_ordinary else accumulates(p))
-                    for need, p in zip(needed[own], group.group.parameters, strict=True)
+                    for need, p in zip(needed[own], group.parameters, strict=True)
                 ]
                 if True in taking:
                     self._watch_end_of_pass()
                 gradients = self._gradients_of(number)
                 results += gradients.end_backward(grads[own], needed[own], taking, reduces=self.use.last_backward)
             else:
-                results += [None] * len(group.group.parameters)
+                results += [None] * len(group.parameters)
         return results
 
 
@@ -295,7 +294,7 @@ class _EndOfPass:
 
     def __del__(self) -> None:
         # On the CPU torch frees it at once, on the thread that called backward. On GPUs another thread may do so at any time.
-        if self._call is not None and self._call.block.run.device.type == "cpu":
+        if self._call is not None and self._call.state.run.device.type == "cpu":
             _end_failed_passes(self._call)
 
 
@@ -318,7 +317,7 @@ def _end_failed_passes(call: BlockCall) -> None:
         when_backward_ends(_EndOfOuterPass(call))
         return
     with suppress(RemoteError):  # another rank has died, and the error of the pass says so
-        call.block.run.end_failed_passes()
+        call.state.run.end_failed_passes()
 
 
 def _with_gradients_of(

@@ -1,21 +1,25 @@
-"""``ParameterGroup``: parameters of one dtype in one flat tensor, and this rank's shard of that tensor."""
+"""``FlatParameters``: parameters of one dtype in one flat tensor, and this rank's shard of that tensor.
+
+:class:`RankMajorParameters` are laid out otherwise: each was sharded alone before, and keeps its part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from bmt_core.comm import Group
-from bmt_core.params.parameter import DistributedParameter, make_distributed, note_first_values
+from bmt_core.params.parameter import DistributedParameter, make_distributed, note_first_values, set_data_silently
 from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
 from bmt_core.torch_internals import has_gradient_hooks, unflatten
-from bmt_zero.sharding.flat_layout import flat_layout
+from bmt_zero.flat_layout import flat_layout
 
 
-class ParameterGroup:
-    """Parameters of one dtype, back to back in one flat tensor; each rank of ``ranks`` keeps an equal slice of it.
+class FlatParameters:
+    """Parameters of one dtype, back to back in one flat tensor; each rank of ``process_group`` keeps an equal slice of it.
 
     If ``is_replicated`` (ZeRO level 0, or a group of one rank), every rank keeps the whole flat tensor. The parameters become
     :class:`DistributedParameter` and stay the same objects. Making the group is collective if one of them was sharded
@@ -23,17 +27,17 @@ class ParameterGroup:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], *, ranks: Group, replicated: bool, device: torch.device
+        self, parameters: Sequence[torch.nn.Parameter], *, process_group: Group, replicated: bool, device: torch.device
     ) -> None:
-        self.ranks = ranks
-        self.is_replicated = replicated or ranks.size == 1
+        self.process_group = process_group
+        self.is_replicated = replicated or process_group.size == 1
         self.dtype = parameters[0].dtype
         self.device = device
         self.shapes = [p.full_shape if isinstance(p, DistributedParameter) else p.shape for p in parameters]
         # The lengths of the shard's pieces, and for each parameter the index of its piece.
         self.pieces, self.indices = self._lay_out(parameters)
         self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
-        self.total = self.shard.numel() * (1 if self.is_replicated else ranks.size)
+        self.total = self.shard.numel() * (1 if self.is_replicated else process_group.size)
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
@@ -73,18 +77,18 @@ class ParameterGroup:
 
     def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
         numels = [shape.numel() for shape in self.shapes]
-        self._layout = flat_layout(numels, self.dtype.itemsize, 1 if self.is_replicated else self.ranks.size)
+        self._layout = flat_layout(numels, self.dtype.itemsize, 1 if self.is_replicated else self.process_group.size)
         lengths, self._places = self._layout.pieces()
         self._like = [torch.empty(length, device="meta") for length in lengths]
         for index, shape in zip(self._places, self.shapes, strict=True):
             self._like[index] = torch.empty(shape, device="meta")
         self._gaps = sorted(set(range(len(lengths))) - set(self._places))
-        return self._layout.pieces(None if self.is_replicated else self.ranks.rank)
+        return self._layout.pieces(None if self.is_replicated else self.process_group.rank)
 
     def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
         shape = self.shapes[number]
-        ranges = ((0, shape.numel()),) * self.ranks.size if self.is_replicated else self._layout.ranges(number)
-        shard = Shard(shape, ranges, self.ranks, replicated=self.is_replicated)
+        ranges = ((0, shape.numel()),) * self.process_group.size if self.is_replicated else self._layout.ranges(number)
+        shard = Shard(shape, ranges, self.process_group, replicated=self.is_replicated)
         whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
         is_filled = has_values(parameter)
         if is_filled:
@@ -103,3 +107,48 @@ def _part(parameter: torch.nn.Parameter, shard: Shard) -> torch.Tensor:
     if parameter._shard.ranges == shard.ranges and parameter._shard.group.ranks == shard.group.ranks:
         return parameter.detach()
     return shard.part(parameter.gather_like(parameter.detach()))
+
+
+class RankMajorParameters(FlatParameters):
+    """``parameters`` of one dtype, sharded over the same ranks (at least two)."""
+
+    def __init__(self, parameters: Sequence[DistributedParameter]) -> None:
+        super().__init__(
+            parameters, process_group=parameters[0].shard_group, replicated=False, device=parameters[0].device
+        )
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return copies of the whole parameters that were gathered into ``flat``."""
+        rows = flat.view(self.process_group.size, -1)
+        places = zip(self.parameters, self._starts, self._longest, strict=True)
+        parts = [(p, rows[:, start : start + longest].contiguous().view(-1)) for p, start, longest in places]
+        return [parameter._shard.joined(padded) for parameter, padded in parts]
+
+    def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+        """Return whole gradients as rows of parts, to be reduced: zero where one is None, with a flag for each that is there."""
+        flat = torch.zeros(self.total, dtype=dtype, device=self.device)
+        rows = flat.view(self.process_group.size, -1)
+        for number, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
+            if grad is not None:
+                start = self._starts[number]
+                places = rows[:, start : start + self._longest[number]]
+                parameter._shard.spread(grad.to_dense() if grad.is_sparse else grad, places)
+                rows[:, self._flags + number] = 1
+        return flat
+
+    def present(self, reduced: torch.Tensor) -> list[bool]:
+        """Return, for each parameter, whether any rank had a gradient; ``reduced`` is the sum. The host waits for the device."""
+        return [number != 0 for number in reduced[self._flags :][: len(self.parameters)].tolist()]
+
+    def _lay_out(self, parameters: Sequence[torch.nn.Parameter]) -> tuple[list[int], list[int]]:
+        numels = [parameter.numel() for parameter in parameters]
+        self._longest = [parameter._shard.longest for parameter in parameters]  # type: ignore[attr-defined]
+        row = flat_layout([*self._longest, len(numels)], self.dtype.itemsize, ranks=1)
+        *self._starts, self._flags = row.offsets
+        pieces, indices = replace(row, numels=(*numels, len(numels))).pieces()  # own parts may be shorter
+        return pieces, indices[:-1]
+
+    def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
+        assert isinstance(parameter, DistributedParameter)
+        set_data_silently(parameter, place.copy_(parameter.data))
+        return parameter

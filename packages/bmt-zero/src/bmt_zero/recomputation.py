@@ -7,6 +7,11 @@ forward runs again and keeps them. It stops when it has as many as forward count
 cost the host as much per block as the whole forward and backward of a plain block, and with a small batch a step waits for the
 host. Here a saved tensor costs one call to count it and one to return it, and generator states are restored only if forward drew
 random numbers.
+
+[Note: views of freed buffers] Without recomputation, at level 3, autograd saves views of whole parameters that are freed after
+forward. The buffer must be gathered when such a view is unpacked, because reading a freed buffer would crash the process.
+Ordinarily ``Leave`` gathers it. But backward can also reach a block without passing its outputs, from an auxiliary loss kept on
+the module or a hook on an inner feature. So unpacking a view gathers the buffer if nobody has.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,10 +29,9 @@ from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
 from bmt_core.torch_internals import when_backward_ends
+from bmt_zero.block_call import BlockCall
 from bmt_zero.key_value_caches import with_own_caches
-from bmt_zero.schedule.block_call import BlockCall
-from bmt_zero.schedule.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
-from bmt_zero.schedule.saved_tensors import check_version
+from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
 
 Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
@@ -230,3 +234,37 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Te
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+class _Saved(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+    is_parameter: bool
+
+
+def saved_for_backward(call: BlockCall) -> saved_tensors_hooks:
+    """Return the context manager for the forward of a block at level 3 without recomputation."""
+
+    def pack(tensor: torch.Tensor) -> _Saved:
+        # Detached: an operation that saves its own result must not keep itself alive.
+        kept = tensor.detach()
+        return _Saved(kept, kept._version, call.state.may_free_memory_of(kept))
+
+    def unpack(saved: _Saved) -> torch.Tensor:
+        if saved.is_parameter:
+            call.begin_backward()
+        else:
+            check_version(saved.tensor, saved.version)
+        return saved.tensor
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise if ``tensor`` was modified since it had this version. torch does not check tensors that pass through hooks."""
+    if tensor._version != version:
+        raise BmtError(
+            "A tensor that a block needs for its backward was modified by an in-place operation"
+            f" (shape {tuple(tensor.shape)}, version {tensor._version} where {version} was saved)."
+            " Use the out-of-place operation, or clone before it."
+        )

@@ -43,8 +43,8 @@ from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import backward_pass, named_in_trace
-from bmt_zero.gradients.direct_linear import LayerGradient
-from bmt_zero.sharding.parameter_group import ParameterGroup
+from bmt_zero.direct_linear import LayerGradient
+from bmt_zero.flat_parameters import FlatParameters
 
 
 class GradientState(Flag):
@@ -92,24 +92,24 @@ class Division(NamedTuple):
 
 
 class GradientLedger:
-    """The gradients of ``group``, in the states of [Note: states of gradients].
+    """The gradients of ``flat``, in the states of [Note: states of gradients].
 
     Reductions run in ``lane``. ``in_flight`` keeps the whole gradients alive until the lane has read them.
     """
 
     def __init__(
-        self, group: ParameterGroup, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
+        self, flat: FlatParameters, *, name: str, reduce_dtype: ReduceDtype, lane: Lane, in_flight: ReductionsInFlight
     ) -> None:
-        self.sum = GradientSum(group.parameters, group.pieces, group.indices)
+        self.sum = GradientSum(flat.parameters, flat.pieces, flat.indices)
         self.watcher: ReductionWatcher | None = None
         self.in_flight = in_flight
-        self._group = group
+        self._flat = flat
         self._comparison = GradientComparison()
         self._name = name
         self._purpose = ""
         self._reduce_dtype = reduce_dtype
         self._lane = lane
-        self._process_group = lane.group(group.ranks)
+        self._process_group = lane.group(flat.process_group)
         self._divisor = current().gradient_divisor
         self._held_back: torch.Tensor | None = None
         self._tickets: set[object] = set()
@@ -131,30 +131,30 @@ class GradientLedger:
     @property
     def held_back_bytes(self) -> int:
         """Bytes that :meth:`hold_back` keeps between micro-batches; 0 if no parameter trains."""
-        trains = True in [parameter.requires_grad for parameter in self._group.parameters]
-        return self._group.total * summation_dtype(self._group.dtype).itemsize if trains else 0
+        trains = True in [parameter.requires_grad for parameter in self._flat.parameters]
+        return self._flat.total * summation_dtype(self._flat.dtype).itemsize if trains else 0
 
     @property
     def wire_dtype(self) -> torch.dtype:
         """The dtype of the flat whole gradients that are reduced."""
-        dtype = self._group.dtype
-        if self._group.ranks.size == 1 or self._reduce_dtype == "param":
+        dtype = self._flat.dtype
+        if self._flat.process_group.size == 1 or self._reduce_dtype == "param":
             return dtype
         # No all-reduce can send a half type and sum in float32.
-        is_wide = self._group.is_replicated or self._reduce_dtype == "fp32"
+        is_wide = self._flat.is_replicated or self._reduce_dtype == "fp32"
         return summation_dtype(dtype) if is_wide else dtype
 
     def new_flat(self) -> FlatGradients:
         """Return memory for the whole gradients of one call's backward, in :attr:`wire_dtype`."""
         self.in_flight.make_room()
-        return FlatGradients(self._group, self.wire_dtype)
+        return FlatGradients(self._flat, self.wire_dtype)
 
     def adds_products(self, *, reduces: bool) -> bool:
         """Whether layers with half-type weights can add their weight gradients directly to a float32 sum.
 
         There is such a sum if this pass holds its gradients back (not ``reduces``), or if an earlier pass did.
         """
-        return self._group.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
+        return self._flat.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
     def flat_for_products(self, *, reduces: bool, of_several: bool) -> FlatGradients:
         """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the sum if layers can add to it.
@@ -163,13 +163,13 @@ class GradientLedger:
         and then reduce a float32 sum, so this rank must reduce float32 too. A single rank needs none for half types.
         """
         self.notice_cleared()
-        is_wide = of_several and self._group.ranks.size > 1 and self._group.dtype.itemsize == 2
+        is_wide = of_several and self._flat.process_group.size > 1 and self._flat.dtype.itemsize == 2
         if not is_wide and not self.adds_products(reduces=reduces):
             return self.new_flat()
         if reduces and self._held_back is None:
             self.in_flight.make_room()
-        dtype = summation_dtype(self._group.dtype)
-        return FlatGradients(self._group, dtype, total=self._held_back, takes_wide=True)
+        dtype = summation_dtype(self._flat.dtype)
+        return FlatGradients(self._flat, dtype, total=self._held_back, takes_wide=True)
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, flat whole gradients, plus those held back. Collective. :meth:`end_pass` completes it."""
@@ -177,8 +177,8 @@ class GradientLedger:
         if self._held_back is not None:  # a parameter that was frozen since then keeps its gradient
             needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
         full = self._with_held_back(full)
-        self._comparison.check(self._group.parameters, lambda: self._group.views_of(full))
-        reduced = self._output_for(full, stays=self._output_dtype(full) == self._group.dtype and self.sum.is_first)
+        self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
+        reduced = self._output_for(full, stays=self._output_dtype(full) == self._flat.dtype and self.sum.is_first)
         division = self._division(full, reduced)
         then = self.sum.take(reduced, needed, division.after)
         if self._process_group.size == 1 and then is None and division.before == 1:
@@ -200,7 +200,7 @@ class GradientLedger:
         if completes:
             self.notice_cleared()
             full = self._with_held_back(full)
-        self._comparison.check(self._group.parameters, lambda: self._group.views_of(full))
+        self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
         reduced = self._output_for(full, stays=True)
         division = self._division(full, reduced)
         self._lane.after(self._lane.here())
@@ -212,7 +212,7 @@ class GradientLedger:
         self._leave(needed)
         self._unwatched.add(self)
         if self._held_back is None:
-            self._held_back = full.to(summation_dtype(self._group.dtype))
+            self._held_back = full.to(summation_dtype(self._flat.dtype))
         elif full is not self._held_back:  # else layers have added to the sum itself
             self._held_back += full
 
@@ -253,10 +253,10 @@ class GradientLedger:
         if not self._unwatched or at_end_of_scheduled_step(self.end_pass):
             return
         self._unwatched.clear()
-        parameters = self._group.parameters
+        parameters = self._flat.parameters
         missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]
         if missing:
-            zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._group.shard)), strict=True))
+            zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._flat.shard)), strict=True))
             for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself
                 parameter.grad = zeros[parameter].data
             self._placeholders += missing
@@ -286,8 +286,8 @@ class GradientLedger:
                 " to drop them."
             )
         if self._held_back is not None:
-            nothing = torch.zeros(self._group.total, dtype=self.wire_dtype, device=self._group.device)
-            self.reduce(nothing, [parameter.requires_grad for parameter in self._group.parameters])
+            nothing = torch.zeros(self._flat.total, dtype=self.wire_dtype, device=self._flat.device)
+            self.reduce(nothing, [parameter.requires_grad for parameter in self._flat.parameters])
             self.in_flight.wait()
             self.sum.finish()
 
@@ -306,10 +306,10 @@ class GradientLedger:
 
     def _drop_some(self, witness: GradientWitness) -> None:
         """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of several optimizers."""
-        parameters = self._group.parameters
+        parameters = self._flat.parameters
         cleared = [witness.changed(parameter) for parameter in parameters]
         if self._held_back is not None:
-            views = self._group.views_of(self._held_back)
+            views = self._flat.views_of(self._held_back)
             torch._foreach_zero_([view for view, is_cleared in zip(views, cleared, strict=True) if is_cleared])
         self._needed = [need and not is_cleared for need, is_cleared in zip(self._needed, cleared, strict=True)]
         self._placeholders = [p for p in self._placeholders if not witness.changed(p)]
@@ -328,13 +328,13 @@ class GradientLedger:
 
     def _output_for(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
         """Return the tensor to reduce into. It is allocated for the computation if it ``stays`` as ``.grad``, else for the lane."""
-        if self._group.is_replicated:
+        if self._flat.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():
-            return torch.empty_like(self._group.shard, dtype=self._output_dtype(full))
+            return torch.empty_like(self._flat.shard, dtype=self._output_dtype(full))
 
     def _output_dtype(self, full: torch.Tensor) -> torch.dtype:
-        is_same = self._group.is_replicated or self._reduce_dtype == "param"
+        is_same = self._flat.is_replicated or self._reduce_dtype == "param"
         return full.dtype if is_same else summation_dtype(full.dtype)
 
     def _division(self, full: torch.Tensor, reduced: torch.Tensor) -> Division:
@@ -350,28 +350,33 @@ class GradientLedger:
         if division.before != 1:
             full *= division.before
         if not self._purpose:
-            self._purpose = f"for gradients of {self._group.labels}"
+            self._purpose = f"for gradients of {self._flat.labels}"
         with call_purpose(self._purpose):
-            if self._group.is_replicated:
+            if self._flat.is_replicated:
                 return self._process_group.all_reduce(full, division.op)
             return self._process_group.reduce_scatter(reduced, full, division.op)
 
 
 class FlatGradients:
-    """The whole gradients of ``group`` in a flat tensor of ``dtype``, laid out like the whole parameters.
+    """The whole gradients of ``parameters`` in a flat tensor of ``dtype``, laid out like the whole parameters.
 
-    Linear layers write their gradients into it directly (:mod:`bmt_zero.gradients.direct_linear`); :meth:`complete` copies
+    Linear layers write their gradients into it directly (:mod:`bmt_zero.direct_linear`); :meth:`complete` copies
     all others into it at once. With ``total``, a flat tensor that already holds a sum, all gradients are added to it.
     ``takes_wide``: layers may write gradients directly even if ``dtype`` is wider than that of the parameters.
     """
 
     def __init__(
-        self, group: ParameterGroup, dtype: torch.dtype, *, total: torch.Tensor | None = None, takes_wide: bool = False
+        self,
+        parameters: FlatParameters,
+        dtype: torch.dtype,
+        *,
+        total: torch.Tensor | None = None,
+        takes_wide: bool = False,
     ) -> None:
         self.adds = total is not None
-        self._takes = takes_wide or dtype == group.dtype
-        self._flat = torch.empty(group.total, dtype=dtype, device=group.device) if total is None else total
-        self._views, self._gaps = group.views_and_gaps_of(self._flat)
+        self._takes = takes_wide or dtype == parameters.dtype
+        self._flat = torch.empty(parameters.total, dtype=dtype, device=parameters.device) if total is None else total
+        self._views, self._gaps = parameters.views_and_gaps_of(self._flat)
         self._is_written = [self.adds] * len(self._views)
         self._reserved: set[int] = set()
 

@@ -1,9 +1,10 @@
 """``UnshardedBuffer``: the memory of a group's whole parameters while they are gathered.
 
 [Note: one storage] The buffer is one storage for the life of the group; "freed" means resized to zero bytes. Autograd saves
-views of weights. They do not keep the memory alive, and are valid again after the next gather, because the storage is the same. A
-view must not be read while the buffer is freed: see :mod:`bmt_zero.schedule.saved_tensors`. Gathers write through a second tensor
-with its own version counter, so that autograd does not take gathering the same values again for a modification.
+views of weights. They do not keep the memory alive, and are valid again after the next gather, because the storage is the
+same. A view must not be read while the buffer is freed: see [Note: views of freed buffers] in
+:mod:`bmt_zero.recomputation`. Gathers write through a second tensor with its own version counter, so that autograd does not
+take gathering the same values again for a modification.
 
 [Note: calls at rest] At level 2 a call keeps the memory from the end of its forward to its backward, because autograd saved views
 of it. Such a call is "at rest". Ranks may have different calls at rest: one rank may keep an output, and with it the graph, that
@@ -22,8 +23,7 @@ from bmt_core.comm.call_check import call_purpose
 from bmt_core.errors import CallError
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.torch_internals import named_in_trace, storage_key
-from bmt_zero.sharding.gathered_memory import gathered_memory
-from bmt_zero.sharding.parameter_group import ParameterGroup
+from bmt_zero.flat_parameters import FlatParameters
 
 
 class BufferState(Enum):
@@ -42,14 +42,14 @@ class BufferState(Enum):
 
 
 class UnshardedBuffer:
-    """The memory of the whole parameters of ``group``, filled by gathers in ``lane`` and freed when nobody holds it.
+    """The memory of the whole parameters of ``flat``, filled by gathers in ``lane`` and freed when nobody holds it.
 
     ``holders`` counts the holders, without calls at rest: see [Note: calls at rest]. The buffer of a replicated group is its shard:
     always READY, never freed.
     """
 
-    def __init__(self, group: ParameterGroup, lane: Lane) -> None:
-        self._group = group
+    def __init__(self, flat: FlatParameters, lane: Lane) -> None:
+        self._flat = flat
         self._lane = lane
         self.holders = 0
         self._calls_at_rest = 0
@@ -57,11 +57,11 @@ class UnshardedBuffer:
         self._purpose = ""
         self._arrival: Mark | None = None
         self._read_until: Mark | None = None  # after it the computation no longer reads what the next gather overwrites
-        if group.is_replicated:
-            self.tensor = self._writer = group.shard
+        if flat.is_replicated:
+            self.tensor = self._writer = flat.shard
             self.state = BufferState.READY
             return
-        self.tensor = torch.empty(group.total, dtype=group.dtype, device=group.device)
+        self.tensor = torch.empty(flat.total, dtype=flat.dtype, device=flat.device)
         self.tensor.untyped_storage().resize_(0)
         self._writer = self.tensor.data
         self.state = BufferState.FREED
@@ -74,21 +74,21 @@ class UnshardedBuffer:
     @property
     def writes(self) -> int:
         """How often user code wrote to the whole parameters, by torch's version counter; 0 for a replicated group."""
-        return 0 if self._group.is_replicated else self.tensor._version
+        return 0 if self._flat.is_replicated else self.tensor._version
 
     def gather(self, name: str) -> None:
         """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace. Collective."""
         if self.state is BufferState.FREED:
             with self._lane.memory():
-                self.tensor.untyped_storage().resize_(self._group.full_bytes)
-            gathered_memory.change(self._group.full_bytes, self._run)
+                self.tensor.untyped_storage().resize_(self._flat.full_bytes)
+            gathered_memory.change(self._flat.full_bytes, self._run)
         elif self._read_until is not None:
             self._lane.after(self._read_until)
             self._read_until = None
         if not self._purpose:
-            self._purpose = f"for {self._group.labels}"
+            self._purpose = f"for {self._flat.labels}"
         with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
-            self._arrival = self._lane.run(lambda: self._group.ranks.all_gather(self._writer, self._group.shard))
+            self._arrival = self._lane.run(lambda: self._flat.process_group.all_gather(self._writer, self._flat.shard))
         self.state = BufferState.IN_FLIGHT
 
     def wait(self) -> None:
@@ -100,7 +100,7 @@ class UnshardedBuffer:
 
     def mark_outdated(self) -> None:
         """Note that the shards were changed since the last gather."""
-        if (self.is_available or self.state is BufferState.KEPT) and not self._group.is_replicated:
+        if (self.is_available or self.state is BufferState.KEPT) and not self._flat.is_replicated:
             if self._arrival is not None:
                 self._lane.after(self._arrival)
                 self._arrival = None
@@ -132,7 +132,7 @@ class UnshardedBuffer:
 
     def free_unless_held(self) -> None:
         """Free the memory if nobody holds it."""
-        if self.holders or self.state is BufferState.FREED or self._group.is_replicated:
+        if self.holders or self.state is BufferState.FREED or self._flat.is_replicated:
             return
         if self._calls_at_rest:
             if self.is_available:
@@ -144,13 +144,13 @@ class UnshardedBuffer:
             self._arrival = None
         self._lane.after(self._lane.here())  # [Note: buffer lifetime] in bmt_core.run.lanes
         self.tensor.untyped_storage().resize_(0)
-        gathered_memory.change(-self._group.full_bytes, self._run)
+        gathered_memory.change(-self._flat.full_bytes, self._run)
         self.state = BufferState.FREED
 
     def discard(self) -> None:
         """Stop using the buffer for good. Views that still live keep its memory."""
-        if self.state is not BufferState.FREED and not self._group.is_replicated:
-            gathered_memory.change(-self._group.full_bytes, self._run)
+        if self.state is not BufferState.FREED and not self._flat.is_replicated:
+            gathered_memory.change(-self._flat.full_bytes, self._run)
             with suppress(CallError):  # the run has failed, which other calls report
                 self.wait()
             self._lane.after(self._lane.here())  # as in free_unless_held(): queued readers come first
@@ -159,3 +159,33 @@ class UnshardedBuffer:
     def holds_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""
         return storage_key(tensor) == storage_key(self.tensor)
+
+
+class GatheredMemory:
+    """Bytes of the run's gathered parameter buffers in this process: now, and the highest since :meth:`reset_peak`.
+
+    Runs are counted from 1. A run that failed may leave buffers that nobody frees, so those of earlier runs do not count.
+    """
+
+    def __init__(self) -> None:
+        self.run = 0
+        self.current = 0
+        self.peak = 0
+
+    def begin_run(self) -> None:
+        """Count the buffers of a new run."""
+        self.run += 1
+        self.current = self.peak = 0
+
+    def change(self, size: int, run: int) -> None:
+        """Count ``size`` more (or, negative, fewer) bytes, of a buffer that was made in ``run``."""
+        if run == self.run:
+            self.current += size
+            self.peak = max(self.peak, self.current)
+
+    def reset_peak(self) -> None:
+        """Set the peak to the current number of bytes."""
+        self.peak = self.current
+
+
+gathered_memory = GatheredMemory()

@@ -1,1 +1,0 @@
-"""Reduction of whole gradients: from the backward pass to each rank's part of the sum in ``.grad``."""

@@ -1,1 +1,0 @@
-"""How Blocks run: their calls, the gathers ahead of them, and recomputation in backward."""
