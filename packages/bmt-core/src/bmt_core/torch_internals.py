@@ -151,10 +151,11 @@ def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
     return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
 
 
-def before_collectives(check: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+def before_collectives(check: Callable[[torch.Tensor], None], *, unless: Callable[[], bool]) -> Callable[[], None]:
     """Call ``check(tensor)`` for each tensor given to a collective, send or receive of torch; return a function that undoes this.
 
-    The hook is inside of these functions, because a program may have imported them by name before.
+    It is not called where ``unless()`` is true. The hook is inside of these functions, because a program may have
+    imported them by name before.
     """
 
     def check_all(tensors: Any, name: str) -> None:
@@ -163,7 +164,10 @@ def before_collectives(check: Callable[[torch.Tensor], None]) -> Callable[[], No
                 check(tensor)
 
     return _all_of(
-        [call_before(distributed_c10d, name, check_all) for name in ("_check_single_tensor", "_check_tensor_list")]
+        [
+            call_before(distributed_c10d, name, check_all, unless=unless)
+            for name in ("_check_single_tensor", "_check_tensor_list")
+        ]
     )
 
 
@@ -216,13 +220,19 @@ def _all_of(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
     return call_all
 
 
-def call_before(owner: Any, name: str, check: Callable[..., None]) -> Callable[[], None]:
-    """Call ``check`` with the arguments of each call of ``owner.name``, before it; return a function that undoes this."""
+def call_before(
+    owner: Any, name: str, check: Callable[..., None], *, unless: Callable[[], bool] = bool
+) -> Callable[[], None]:
+    """Call ``check`` with the arguments of each call of ``owner.name``, before it; return a function that undoes this.
+
+    It is not called where ``unless()`` is true.
+    """
     function = getattr(owner, name)
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
+        if not unless():
+            check(*args, **kwargs)
         return function(*args, **kwargs)
 
     def undo() -> None:

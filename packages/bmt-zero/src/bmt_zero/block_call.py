@@ -167,7 +167,7 @@ class BlockCall:
     ) -> Sequence[torch.Tensor | None]:
         """Reduce the whole gradients, or postpone this. Return the gradients of the shards for autograd. Collective.
 
-        ``is_ordinary``: the pass accumulates into all leaves, see [Note: the two nodes] in autograd_nodes.py.
+        ``is_ordinary``: the pass accumulates into all leaves, see [Note: the two nodes] in block_engine.py.
         """
         try:
             return self._reduce(grads, needed, is_ordinary=is_ordinary)

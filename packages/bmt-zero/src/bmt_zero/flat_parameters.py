@@ -38,17 +38,13 @@ class FlatParameters:
         self.pieces, self.indices = self._lay_out(parameters)
         self.shard = torch.zeros(sum(self.pieces), dtype=self.dtype, device=device)
         self.total = self.shard.numel() * (1 if self.is_replicated else process_group.size)
+        self.full_bytes = self.total * self.dtype.itemsize  # of the whole parameters, padding included
         parts = torch.split(self.shard, self.pieces)
         with torch.no_grad():
             self.parameters = [
                 self._adopt(parameter, number, parts[index])
                 for number, (parameter, index) in enumerate(zip(parameters, self.indices, strict=True))
             ]
-
-    @property
-    def full_bytes(self) -> int:
-        """Size of all parameters, padding included."""
-        return self.total * self.dtype.itemsize
 
     @property
     def labels(self) -> str:

@@ -78,7 +78,7 @@ class ParameterGroup:
 
     def look_for_changes(self) -> None:
         """Make the next :meth:`start_gather` gather again if values have changed since the last look."""
-        if self.data.look():
+        if self.data.has_changed():
             self.buffer.mark_outdated()
 
     def start_gather(self) -> None:
@@ -194,7 +194,7 @@ class DataVersion:
         if reads is not None:
             self.updates.keep_alive(reads)
 
-    def look(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether values have changed since the last look; if so, :attr:`number` grows by one."""
         versions = self._flat.versions
         if not self._is_update_noted and versions == self._seen:

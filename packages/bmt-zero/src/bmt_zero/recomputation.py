@@ -102,7 +102,8 @@ class Recomputation:
             assert made is not None
         self._made[index] = None
         tensor, version = made
-        check_version(tensor, version)
+        if tensor._version != version:
+            raise _modified(tensor, version)
         return tensor
 
     def _make(self) -> None:
@@ -253,18 +254,17 @@ def saved_for_backward(call: BlockCall) -> saved_tensors_hooks:
     def unpack(saved: _Saved) -> torch.Tensor:
         if saved.is_parameter:
             call.begin_backward()
-        else:
-            check_version(saved.tensor, saved.version)
+        elif saved.tensor._version != saved.version:
+            raise _modified(saved.tensor, saved.version)
         return saved.tensor
 
     return saved_tensors_hooks(pack, unpack)
 
 
-def check_version(tensor: torch.Tensor, version: int) -> None:
-    """Raise if ``tensor`` was modified since it had this version. torch does not check tensors that pass through hooks."""
-    if tensor._version != version:
-        raise BmtError(
-            "A tensor that a block needs for its backward was modified by an in-place operation"
-            f" (shape {tuple(tensor.shape)}, version {tensor._version} where {version} was saved)."
-            " Use the out-of-place operation, or clone before it."
-        )
+def _modified(tensor: torch.Tensor, version: int) -> BmtError:
+    """Return the error that torch would raise: it does not check tensors that pass through hooks."""
+    return BmtError(
+        "A tensor that a block needs for its backward was modified by an in-place operation"
+        f" (shape {tuple(tensor.shape)}, version {tensor._version} where {version} was saved)."
+        " Use the out-of-place operation, or clone before it."
+    )

@@ -106,7 +106,7 @@ class GroupCalls:
     def wait(self, call: Call, work: dist.Work) -> None:
         """Wait for ``work``, the operation of ``call`` on the CPU."""
         begin = time.monotonic()
-        self._watch.begin_wait(call)
+        self._watch.waiting = call, begin
         try:
             while not _has_ended(work):
                 self._watch.raise_failure(call)
@@ -115,7 +115,7 @@ class GroupCalls:
         except RuntimeError as error:
             raise self._error(call, error, begin) from error
         finally:
-            self._watch.end_wait()
+            self._watch.waiting = None
 
     def guard(self, text: str, wait: Callable[[], object]) -> None:
         """Call ``wait``, which waits for a send or a receive described by ``text``."""
@@ -126,7 +126,8 @@ class GroupCalls:
             raise self._error(text, error, begin) from error
 
     def _enter(self, text: str, *, compared: str) -> Call:
-        self._watch.raise_failure(text)
+        if self._watch.failure is not None:
+            self._watch.raise_failure(text)
         number = self._number + 1
         call = Call(group=self._name, ranks=self._ranks, number=number, text=text)
         first = self._first_entry(number, compared, text)
@@ -161,7 +162,7 @@ class GroupCalls:
     def _meet(self, call: Call) -> None:
         """Return when all members have entered ``call``."""
         key, end = f"met/{self._name}/", time.monotonic() + self._check.timeout
-        self._watch.begin_wait(call)
+        self._watch.waiting = call, time.monotonic()
         try:
             count, pause = self._store.add(f"{key}{call.number}", 1), _SHORTEST_PAUSE
             if count == len(self._ranks):
@@ -176,7 +177,7 @@ class GroupCalls:
         except dist.DistError as error:
             raise self._watch.error_of_lost_connection(call, error) from error
         finally:
-            self._watch.end_wait()
+            self._watch.waiting = None
 
     def _error(self, call: Call | str, error: Exception, begin: float) -> CallError:
         if time.monotonic() - begin > self._check.timeout - _PIECE.total_seconds():

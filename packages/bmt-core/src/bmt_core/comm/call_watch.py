@@ -47,7 +47,8 @@ class CallWatch:
         """Whether the rank that served the store has left, so that calls cannot be compared any more."""
         self.entered: dict[str, int] = {}
         self.last: Call | None = None
-        self._waiting: tuple[Call, float] | None = None
+        self.waiting: tuple[Call, float] | None = None
+        """The call for whose end this rank waits, and since when."""
         self._store = store
         self._others = [other for other in range(world_size) if other != rank]
         self._world_size = world_size
@@ -67,14 +68,6 @@ class CallWatch:
         self._tell()
         self._thread = threading.Thread(target=self._run, name="bmt-call-watch", daemon=True)
         self._thread.start()
-
-    def begin_wait(self, call: Call) -> None:
-        """Note that this rank waits for the end of ``call``."""
-        self._waiting = call, time.monotonic()
-
-    def end_wait(self) -> None:
-        """Note that this rank does not wait any more."""
-        self._waiting = None
 
     def raise_failure(self, call: Call | str | None = None) -> None:
         """Raise :class:`CallError` if the calls of the run have failed, here or elsewhere. ``call`` is what this rank is in."""
@@ -151,7 +144,7 @@ class CallWatch:
     def _tick(self) -> bool:
         """Write this rank's state and look for failures. Return False if the thread is to end."""
         self._beat += 1
-        waiting = self._waiting
+        waiting = self.waiting
         self._tell()
         if self._store.check([_FAILURE]):
             self._learn(self._store.get(_FAILURE).decode())
@@ -172,7 +165,7 @@ class CallWatch:
 
     def _tell(self, ended: str | None = None) -> None:
         # ``waiting`` is read before ``entered``, so that a call entered in between is not reported as waiting but not entered.
-        waiting = None if self._waiting is None else self._waiting[0]
+        waiting = None if self.waiting is None else self.waiting[0]
         last = self.last
         has_made_no_call = self._beat > 0 and waiting is None and last is self._told
         self._told = last
@@ -191,7 +184,7 @@ class CallWatch:
         self._has_read_failure = True
         if self.failure is None:
             self.failure = failure
-            if self._waiting is None and not self._connection_is_lost:
+            if self.waiting is None and not self._connection_is_lost:
                 # The next call raises it. But the program may be waiting for a device, and then no error can be raised.
                 logger.warning("bmt: rank %d cannot go on. %s", self.rank, failure)
         self._failure_is_known.set()

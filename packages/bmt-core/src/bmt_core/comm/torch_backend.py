@@ -53,9 +53,8 @@ _REDUCE_OPS = {
 }
 
 
-def is_own_call() -> bool:
-    """Whether a function of ``torch.distributed`` is called by bmt, and not by the program."""
-    return _is_own_call.get()
+is_own_call: Callable[[], bool] = _is_own_call.get
+"""Whether a function of ``torch.distributed`` is called by bmt, and not by the program."""
 
 
 @contextmanager
@@ -195,8 +194,11 @@ class TorchGroup(Group):
                 self._calls.enter_on_device(name, tensors[-1])
             else:
                 call = self._calls.enter(name, tensors[-1])
-        with _own_call():
+        token = _is_own_call.set(True)
+        try:
             work = operation(*tensors, group=process_group, async_op=not is_cuda, **options)
+        finally:
+            _is_own_call.reset(token)
         if work is None:
             return Finished()
         started = _UnderWay(work, tensors, self._calls, call)

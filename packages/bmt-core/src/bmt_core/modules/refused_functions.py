@@ -51,7 +51,7 @@ def refuse_torch_functions(runtime: Runtime) -> None:
     runtime.at_shutdown.append(before_fsdp(_refuse_fsdp))
     runtime.at_shutdown.append(before_rules_of_shape(_refuse_rules_of_shape))
     runtime.at_shutdown.append(before_clipping(_refuse_clipping))
-    runtime.at_shutdown.append(before_collectives(_refuse_collectives))
+    runtime.at_shutdown.append(before_collectives(_refuse_collectives, unless=is_own_call))
     runtime.at_shutdown.append(call_after(Optimizer, "state_dict", _say_whose_parts))
     runtime.at_shutdown.append(call_before(Optimizer, "load_state_dict", _refuse_state_of_others))
     runtime.at_shutdown.append(explain_error(Optimizer, "__init__", ValueError, _what_a_rank_without_parameters_passes))
@@ -86,8 +86,6 @@ def _refuse_clipping(parameters: torch.Tensor | Iterable[torch.Tensor]) -> None:
 
 
 def _refuse_collectives(tensor: torch.Tensor) -> None:
-    if is_own_call():
-        return
     if isinstance(tensor, (DistributedParameter, PartData)):
         if tensor.is_part:
             raise ConfigError(
