@@ -151,7 +151,9 @@ def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:
     return call_before(clip_grad, "_clip_grads_with_norm_", lambda parameters, *args, **kwargs: check(parameters))
 
 
-def before_collectives(check: Callable[[torch.Tensor], None], *, unless: Callable[[], bool]) -> Callable[[], None]:
+def before_collectives(
+    check: Callable[[torch.Tensor], None], *, unless: Callable[[], bool] = bool
+) -> Callable[[], None]:
     """Call ``check(tensor)`` for each tensor given to a collective, send or receive of torch; return a function that undoes this.
 
     It is not called where ``unless()`` is true. The hook is inside of these functions, because a program may have
