@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -13,12 +12,17 @@ from bmt_core.params.parameter_holders import own_axes
 from bmt_core.run.runtime import CallEnd, Runtime, current
 from bmt_pipeline.pipeline_ranks import AXIS, num_stages
 
-_with_layers: WeakSet[Runtime] = WeakSet()
+
+class _Stages:
+    """Whether the run has layers on its stages."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.have_layers = False
 
 
 def note_layers_on_stages() -> None:
     """Say that the current run has layers on its stages."""
-    _with_layers.add(current())
+    current().state(_Stages).have_layers = True
 
 
 def check_for_layers_on_stages(module: nn.Module) -> CallEnd:
@@ -26,7 +30,7 @@ def check_for_layers_on_stages(module: nn.Module) -> CallEnd:
 
     An observer of calls: see ``Runtime.call_observers``. Any layer on a stage, of this module or another, ends the search.
     """
-    if current() not in _with_layers and torch.is_grad_enabled():
+    if not current().state(_Stages).have_layers and torch.is_grad_enabled():
         parameters = list(module.parameters())
         if AXIS in own_axes(parameters):
             note_layers_on_stages()

@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from bmt_core.run.runtime import Runtime, current
 from bmt_pipeline.pipeline_ranks import num_stages
 
-_steps: WeakKeyDictionary[Runtime, int] = WeakKeyDictionary()
-_broken: WeakKeyDictionary[Runtime, str] = WeakKeyDictionary()  # what ended a step before its last transfer
+
+class _Steps:
+    """The number of the run's present step, and what ended a step before its last transfer."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.number = 0
+        self.broken_by: str | None = None
 
 
 class Failure(NamedTuple):
@@ -34,12 +38,13 @@ def begin_step() -> None:
 
     Raises ``RuntimeError`` if a step ended before its last transfer.
     """
-    if current() in _broken:
+    steps = current().state(_Steps)
+    if steps.broken_by is not None:
         raise RuntimeError(
-            f"{_broken[current()]} ended a step of the pipeline in the middle of its transfers, so the stages no longer agree on"
+            f"{steps.broken_by} ended a step of the pipeline in the middle of its transfers, so the stages no longer agree on"
             " what they send next. End all ranks, and start again from a checkpoint."
         )
-    _steps[current()] = _steps.get(current(), 0) + 1
+    steps.number += 1
 
 
 @contextmanager
@@ -49,7 +54,8 @@ def step_transfers() -> Iterator[None]:
         yield
     except BaseException as error:
         if num_stages() > 1:
-            _broken[current()] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            name = type(error).__name__
+            current().state(_Steps).broken_by = f"{name}: {error}" if str(error) else name
         raise
 
 
@@ -86,7 +92,7 @@ def _store() -> dist.Store:
 
 
 def _key() -> str:
-    return f"failure/{_steps.get(current(), 0)}"
+    return f"failure/{current().state(_Steps).number}"
 
 
 def _failure(told: bytes) -> Failure:

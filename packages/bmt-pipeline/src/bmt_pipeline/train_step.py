@@ -14,8 +14,8 @@ from bmt_core.errors import ConfigError
 from bmt_core.modules.block_use import Scheduled
 from bmt_core.modules.layer_list import run_layers
 from bmt_core.modules.outermost_call import gather_as_leaves, gather_once, module_call
+from bmt_core.params.gradient_sum import LeafGradients
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.params.shard import summation_dtype
 from bmt_core.run.runtime import current
 from bmt_pipeline.agreement import agreed_key, raise_together
 from bmt_pipeline.block_list import PipelineTransformerBlockList, what_needs_gradients
@@ -211,7 +211,7 @@ class _Step:
         layers, schedule, group = self.layers, self.schedule, pipeline_group()
         outside = [p for p in self.model.parameters() if isinstance(p, DistributedParameter) and not p._in_block]
         pairs = gather_as_leaves(outside) if self._trains else [(whole := gather_once(p), whole) for p in outside]
-        sums = [_GradientSum(leaf) for whole, leaf in pairs if whole.requires_grad]
+        sums = [LeafGradients(leaf) for whole, leaf in pairs if whole.requires_grad]
         parts = [
             _Part(self, blocks, schedule.part_of(layers.stage_id, chunk))
             for chunk, blocks in enumerate(layers.layers_of_chunks())
@@ -312,26 +312,6 @@ class _Step:
         with waiting_for_all("to add the losses of all pipelines"):
             group_of_pipelines().all_reduce(total).wait()
         return (total / self._count).to(total.dtype)
-
-
-class _GradientSum:
-    """Sums the gradients that ``leaf`` gets from micro-batches, from the second one on in float32."""
-
-    def __init__(self, leaf: torch.Tensor) -> None:
-        self._total: torch.Tensor | None = None
-        leaf.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch annotates nothing
-
-    def rounded(self, like: torch.Tensor) -> torch.Tensor:
-        """Return the sum in the dtype of ``like``; zeros if there was no gradient."""
-        return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
-
-    def _take(self, leaf: torch.Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        if self._total is None or grad is None:
-            self._total = grad
-        else:
-            self._total = self._total.to(summation_dtype(grad.dtype))
-            self._total += grad
 
 
 class _Part:

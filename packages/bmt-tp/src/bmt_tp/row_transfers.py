@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 from bmt_core.run.lanes import CudaLane, Mark
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import Runtime, current
 from bmt_tp.peer_rows import Inbox, PeerRows, connected
-from bmt_tp.tensor_group import TensorRanks
+from bmt_tp.tensor_group import TensorRanks, tensor_ranks
 
 
 class Piece(NamedTuple):
@@ -158,7 +158,7 @@ def begin_transfer(
     ``lends``: see [Note: memory of a transfer]. With ``beside`` False the caller computes nothing until the rows have arrived;
     copies between devices are then queued on the computation's stream, which takes less host time than the lane.
     """
-    peers = _peers(ranks) if like.is_cuda else None
+    peers = current().state(_peers) if like.is_cuda else None
     inbox = None if peers is None else peers.inbox(shape, like.dtype, beside=beside)
     return (
         LaneTransfer(ranks, like, shape) if peers is None or inbox is None else PeerTransfer(peers, inbox, lends=lends)
@@ -170,17 +170,11 @@ def part_of(rows: torch.Tensor, part: slice | None) -> torch.Tensor:
     return rows if part is None else rows[part]
 
 
-def _peers(ranks: TensorRanks) -> PeerRows | None:
+def _peers(runtime: Runtime) -> PeerRows | None:
     """Return the connection to the other ranks' GPU memory, made at the run's first transfer; None if it cannot be made."""
-    if not _found:
-        runtime, lane = current(), ranks.lane
-        assert isinstance(lane, CudaLane)
-        peers = connected(runtime, ranks.group, lane)
-        _found.append(peers)
-        runtime.at_shutdown.append(_found.clear)
-        if peers is not None:
-            runtime.at_shutdown.append(peers.close)
-    return _found[0]
-
-
-_found: list[PeerRows | None] = []
+    ranks = tensor_ranks()
+    assert isinstance(ranks.lane, CudaLane)
+    peers = connected(runtime, ranks.group, ranks.lane)
+    if peers is not None:
+        runtime.at_shutdown.append(peers.close)
+    return peers

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import ConfigError
 from bmt_core.run.lanes import Lane
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import Runtime, current
 from bmt_core.run.same_data import Occasions
 
 AXIS = "tp"
 
 
-class TensorRanks(NamedTuple):
-    """The tensor-parallel ``group`` with its ``size`` and this rank's place in it.
+class TensorRanks:
+    """The tensor-parallel ``group`` with its ``size`` and this rank's index in it.
 
     ``sequence_dim`` is the dim of activations of which each rank has a part: that of :func:`init_distributed`, or 0.
     ``lane`` transfers rows during products; ``in_lane`` is the same group with the lane's own communicator. ``row_occasions`` says
     when rows are compared, and ``refuses_equal_rows`` is False after ``allow_equal_rows()``: see :mod:`bmt_tp.row_comparison`.
     """
 
-    group: Group
-    lane: Lane
-    in_lane: Group
-    size: int
-    rank: int
-    sequence_dim: int
-    row_occasions: Occasions
-    refuses_equal_rows: bool = True
+    def __init__(self, runtime: Runtime) -> None:
+        self.group: Group = runtime.topology.group((AXIS,))
+        self.lane: Lane = runtime.lanes.named(AXIS)
+        self.in_lane = self.lane.group(self.group)
+        self.size, self.rank = self.group.size, self.group.rank
+        self.sequence_dim = runtime.settings.sequence_dim or 0
+        self.row_occasions = Occasions(_PERIOD, at_first=_AT_FIRST)
+        self.refuses_equal_rows = True
 
 
 # Calls of functions and of compiled code are counted together. Each of the first ones is compared, so that all layers are. The
@@ -37,21 +35,8 @@ _AT_FIRST, _PERIOD = 512, 100_003
 
 
 def tensor_ranks() -> TensorRanks:
-    """Return the tensor-parallel ranks of the current run. The result is cached, because every product calls this several times."""
-    return _ranks if _ranks is not None else _looked_up()
-
-
-_ranks: TensorRanks | None = None
-
-
-def _looked_up() -> TensorRanks:
-    global _ranks
-    runtime, group = current(), tensor_group()
-    lane = runtime.lanes.named(AXIS)
-    sequence_dim, occasions = runtime.settings.sequence_dim or 0, Occasions(_PERIOD, at_first=_AT_FIRST)
-    _ranks = TensorRanks(group, lane, lane.group(group), group.size, group.rank, sequence_dim, occasions)
-    runtime.at_shutdown.append(_forget)
-    return _ranks
+    """Return the tensor-parallel ranks of the current run."""
+    return current().state(TensorRanks)
 
 
 def allow_equal_rows() -> None:
@@ -61,13 +46,7 @@ def allow_equal_rows() -> None:
     batch was passed on each. Rows may rightly be the same where a sequence repeats itself, as in a task of copying. Call it on
     every rank, after ``init_distributed()``. With ``tp_size=1`` nothing changes.
     """
-    global _ranks
-    _ranks = tensor_ranks()._replace(refuses_equal_rows=False)
-
-
-def _forget() -> None:
-    global _ranks
-    _ranks = None
+    tensor_ranks().refuses_equal_rows = False
 
 
 def tensor_group() -> Group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -130,15 +129,9 @@ class ZeroRun:
         self._until_close.close()
 
 
-_runs: weakref.WeakKeyDictionary[Runtime, ZeroRun] = weakref.WeakKeyDictionary()
-
-
 def zero_run() -> ZeroRun:
     """Return the :class:`ZeroRun` of the current run, made at the first call."""
-    runtime = current()
-    if runtime not in _runs:
-        _runs[runtime] = ZeroRun(runtime)
-    return _runs[runtime]
+    return current().state(ZeroRun)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

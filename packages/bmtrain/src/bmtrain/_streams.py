@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,8 +10,6 @@ from bmt_core import Runtime
 
 STREAMS = ("calc_stream", "load_stream", "tp_comm_stream", "pp_comm_stream", "barrier_stream")
 EVENTS = ("load_event",)
-
-_made: WeakKeyDictionary[Runtime, dict[str, Any]] = WeakKeyDictionary()
 
 
 class HostEvent:
@@ -40,10 +37,14 @@ def stream_or_event(runtime: Runtime, name: str) -> Any:
 
     ``calc_stream`` is the current stream of the first call; the others are new.
     """
-    made = _made.setdefault(runtime, {})
+    made = runtime.state(_streams_and_events)
     if name not in made:
         made[name] = _make(runtime.device, name)
     return made[name]
+
+
+def _streams_and_events(runtime: Runtime) -> dict[str, Any]:
+    return {}
 
 
 def _make(device: torch.device, name: str) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 from bmt_core import Runtime, current, is_initialized, rank, world_size
 from bmt_core.checkpoint.background import is_saving
@@ -14,6 +13,10 @@ from bmt_core.user_warnings import warn_user
 from bmtrain._streams import EVENTS, STREAMS, stream_or_event
 
 __all__ = ["ConfigMap", "RunConfig", "config", "rank", "world_size"]
+
+
+def _assigned_values(runtime: Runtime) -> dict[str, Any]:
+    return {}
 
 
 class RunConfig(MutableMapping[str, Any]):
@@ -32,7 +35,7 @@ class RunConfig(MutableMapping[str, Any]):
             raise KeyError(f"No config key is named {key!r}. Known: {', '.join(_VALUES)}.")
         if key in _BEFORE_INIT and not is_initialized():
             return _BEFORE_INIT[key]
-        assigned = _assigned.get(current(), {})
+        assigned = current().state(_assigned_values)
         return assigned[key] if key in assigned else _VALUES[key](current())
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -45,7 +48,7 @@ class RunConfig(MutableMapping[str, Any]):
                 f"config[{key!r}] was assigned: reading it returns that value, but the run itself goes on with {before!r}."
                 f" {_INSTEAD.get(key, 'Pass it to init_distributed() instead.')}"
             )
-        _assigned.setdefault(run, {})[key] = value
+        run.state(_assigned_values)[key] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
@@ -115,7 +118,6 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "pp_tp_zero_comm": lambda run: run.topology.shard_group(("pp", "tp")),
     **{name: partial(stream_or_event, name=name) for name in (*STREAMS, *EVENTS)},
 }
-_assigned: WeakKeyDictionary[Runtime, dict[str, Any]] = WeakKeyDictionary()
 config = RunConfig()
 
 ConfigMap = RunConfig  # BMTrain's name

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Mark
 from bmt_core.torch_internals import backward_pass, memory_states
 
@@ -232,6 +233,26 @@ class GradientSum:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
             if sums is not flat:
                 flat.copy_(sums)
+
+
+class LeafGradients:
+    """The sum of the gradients that ``leaf``, a gathered parameter, gets from micro-batches; for half types in float32."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self._total: torch.Tensor | None = None
+        leaf.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch annotates nothing
+
+    def rounded(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the sum in the dtype of ``like``; zeros if there was no gradient."""
+        return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
+
+    def _take(self, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if self._total is None or grad is None:
+            self._total = grad
+        else:
+            self._total = self._total.to(summation_dtype(grad.dtype))
+            self._total += grad
 
 
 def keep_float32_sum(flat: torch.Tensor, total: torch.Tensor) -> None:

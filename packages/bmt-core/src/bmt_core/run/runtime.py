@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -46,6 +47,8 @@ from bmt_core.user_warnings import warn_user
 
 _current: Runtime | None = None
 _starts = 0
+
+StateT = TypeVar("StateT")
 
 CallEnd = Callable[[Sequence[torch.Tensor] | None], None]
 """Called when a call has ended, with the parameters outside of Blocks that it has read; None: it has failed."""
@@ -91,6 +94,14 @@ class Runtime:
         """See :class:`bmt_core.plugins.protocols.Run`."""
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`, for example to remove hooks from torch."""
+        self._states: dict[object, Any] = {}
+
+    def state(self, kind: Callable[[Runtime], StateT]) -> StateT:
+        """Return the object that ``kind(runtime)`` has made at the first call. It lives as long as the run."""
+        if kind not in self._states:
+            self._states[kind] = kind(self)
+        state: StateT = self._states[kind]
+        return state
 
     @property
     def rank(self) -> int:
