@@ -215,7 +215,7 @@ def where_both_pipelines_fail() -> list[str]:
         if step == 0 and run.topology.axis_rank("pp") == 1:
             output.register_hook(interrupt)
             if is_first and module.calls == 4:
-                number = failures._steps[run]
+                number = run.state(failures._Steps).number
                 deadline = time.monotonic() + 20
                 while not any(failures._store().check([f"failure/{n}"]) for n in (number, number + 1)):
                     assert time.monotonic() < deadline

@@ -244,23 +244,9 @@ class GradientLedger:
         self._held_back = None
 
     def end_pass(self) -> None:
-        """Set ``.grad`` to what was reduced, and watch it from now on, because a cleared ``.grad`` drops what was left.
-
-        Inside :func:`scheduled_step` nobody clears gradients, so they are watched when the step ends. A ``.grad`` that is
-        None is set to zeros, so that ``zero_grad`` has something to clear.
-        """
+        """Set ``.grad`` to what was reduced, and watch it from now on, because a cleared ``.grad`` drops what was left."""
         self.sum.finish()
-        if not self._unwatched or at_end_of_scheduled_step(self.end_pass):
-            return
-        self._unwatched.clear()
-        parameters = self._flat.parameters
-        missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]
-        if missing:
-            zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._flat.shard)), strict=True))
-            for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself
-                parameter.grad = zeros[parameter].data
-            self._placeholders += missing
-        self.sum.watch()
+        self._watch()
 
     def notice_cleared(self) -> None:
         """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See [Note: gradient accumulation]."""
@@ -297,6 +283,23 @@ class GradientLedger:
         if self._held_back is not None:
             needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
         self._needed = needed
+
+    def _watch(self) -> None:
+        """Watch ``.grad`` from now on if the pass has left gradients. None becomes zeros, for ``zero_grad`` to clear.
+
+        Inside :func:`scheduled_step` nobody clears gradients, so they are watched when the step ends.
+        """
+        if not self._unwatched or at_end_of_scheduled_step(self._watch):
+            return
+        self._unwatched.clear()
+        parameters = self._flat.parameters
+        missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]
+        if missing:
+            zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._flat.shard)), strict=True))
+            for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself
+                parameter.grad = zeros[parameter].data
+            self._placeholders += missing
+        self.sum.watch()
 
     def _drop_all(self) -> None:
         self._held_back = None
