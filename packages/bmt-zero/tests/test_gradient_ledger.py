@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -130,9 +131,11 @@ def fail_after_hold_back(training: Training) -> None:
 ACTIONS = [hold_back, reduce, postpone, compute, zero_grad, step, fail_after_reduce, fail_after_hold_back]
 
 
-def walk_through_all_orders(length: int, level: int, dtype: torch.dtype) -> None:
-    """Do every sequence of ``length`` actions, each on a new Block."""
-    for actions in itertools.product(ACTIONS, repeat=length):
+def walk(level: int, dtype: torch.dtype) -> None:
+    """Do every sequence of two actions, and some of five, each on a new Block."""
+    draw = random.Random(0)
+    longer = [draw.choices(ACTIONS, k=5) for _ in range(60)]
+    for actions in (*itertools.product(ACTIONS, repeat=2), *longer):
         training = Training(level, dtype)
         for number, action in enumerate(actions):
             action(training)
@@ -140,10 +143,6 @@ def walk_through_all_orders(length: int, level: int, dtype: torch.dtype) -> None
             assert training.ledger.state == training.expected, (done, training.ledger.state, training.expected)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "length", "level", "dtype"), [(1, 3, 3, torch.bfloat16), (2, 2, 1, torch.float32)]
-)
-def test_every_sequence_of_events_leads_where_the_table_says(
-    world_size: int, length: int, level: int, dtype: torch.dtype
-) -> None:
-    run_ranks(walk_through_all_orders, world_size, length, level, dtype)
+@pytest.mark.parametrize(("world_size", "level", "dtype"), [(1, 3, torch.bfloat16), (2, 1, torch.float32)])
+def test_every_sequence_of_events_leads_where_the_table_says(world_size: int, level: int, dtype: torch.dtype) -> None:
+    run_ranks(walk, world_size, level, dtype)
