@@ -262,14 +262,14 @@ class Interrupt(Exception):
     pass
 
 
-@pytest.mark.parametrize("is_lent", [True, False])
-def test_memory_that_is_lent_is_copied_for_later(is_lent: bool) -> None:
+@pytest.mark.parametrize("is_temporary", [True, False])
+def test_memory_that_is_lent_is_copied_for_later(is_temporary: bool) -> None:
     grad, inputs = torch.ones(4, 3), torch.ones(4, 2)
     gradient = WeightGradient(grad.t(), inputs)
-    gradient.is_lent = is_lent
+    gradient.is_temporary = is_temporary
     gradient.keep(lambda tensor: False)
     grad.zero_()
-    if is_lent:
+    if is_temporary:
         gradient.check()
         assert torch.equal(gradient.made(), torch.full((3, 2), 4.0))
     else:

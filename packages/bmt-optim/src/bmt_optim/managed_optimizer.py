@@ -13,7 +13,7 @@ import torch
 from bmt_optim.current_run import device_of, kernels_for
 
 _NOTHING = nullcontext()
-_NOBODYS = {"params", "param_names", "initial_lr"}  # keys that groups of any optimizer may have
+_COMMON_KEYS = {"params", "param_names", "initial_lr"}  # keys that groups of any optimizer may have
 
 
 class ManagedOptimizer(ABC):
@@ -72,7 +72,7 @@ class ManagedOptimizer(ABC):
         Options of another version may lack keys or have more; options that do both are another optimizer's.
         """
         here = set().union(*self.param_groups)
-        missing, extra = sorted(here - set(options) - _NOBODYS), sorted(set(options) - here - _NOBODYS)
+        missing, extra = sorted(here - set(options) - _COMMON_KEYS), sorted(set(options) - here - _COMMON_KEYS)
         if not missing or not extra:
             return None
         return f"has no {', '.join(missing)} but {', '.join(extra)}: it is another optimizer's"

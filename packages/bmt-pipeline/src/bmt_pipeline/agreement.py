@@ -13,7 +13,7 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.protocols import Group
 from bmt_core.errors import BmtError, ConfigError, RemoteError
 from bmt_core.run.runtime import current
-from bmt_pipeline.failures import Failure, begin_step, told_failure
+from bmt_pipeline.failures import Failure, begin_step, first_failure
 from bmt_pipeline.payload import first_difference
 from bmt_pipeline.wait_errors import waiting_for_all
 
@@ -51,12 +51,12 @@ def raise_together(group: Group, error: Exception | None, has_failed: bool) -> N
     try:
         any_has_failed = any(_tell(group, 0, 0, has_failed)[2::_OF_EACH])
     except RemoteError:
-        if error is not None and not _is_of_another(told_failure(), error):
+        if error is not None and not _is_of_another(first_failure(), error):
             raise error from None  # the exchange has failed, perhaps because other ranks wait for this one in other pipelines
         raise
     if any_has_failed:
         _raise(group, error, "the computation of")
-    told = told_failure()
+    told = first_failure()
     if told is not None:
         raise RemoteError(told.text)
 
@@ -91,7 +91,7 @@ def _raise(group: Group, error: Exception | None, what: str) -> NoReturn:
         report = (kind, failure_text(error, group.ranks[group.rank], group.rank, what))
     with waiting_for_all("to say what has failed"):
         reports = all_gather_object(report, group)
-    told = told_failure()
+    told = first_failure()
     if error is not None and not _is_of_another(told, error):
         raise error
     if told is not None and told.rank not in group.ranks:

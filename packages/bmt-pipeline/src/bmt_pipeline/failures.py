@@ -59,7 +59,7 @@ def step_transfers() -> Iterator[None]:
         raise
 
 
-def tell_failure(text: str) -> Failure:
+def announce_failure(text: str) -> Failure:
     """Announce why this rank fails, unless another rank has failed before. Return the first failure."""
     own = Failure(current().rank, text)
     if not _has_several_pipelines():
@@ -71,13 +71,13 @@ def tell_failure(text: str) -> Failure:
     return _failure(told)
 
 
-def told_failure() -> Failure | None:
+def first_failure() -> Failure | None:
     """Return the first failure of this step in any pipeline; None if there is none."""
     if not _has_several_pipelines():
         return None
     try:
         return _failure(_store().get(_key())) if _store().check([_key()]) else None
-    except dist.DistError:  # see tell_failure
+    except dist.DistError:  # see announce_failure
         return None
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from bmt_core.errors import CallError, RemoteError
 from bmt_core.run.runtime import current
-from bmt_pipeline.failures import tell_failure
+from bmt_pipeline.failures import announce_failure
 from bmt_pipeline.pipeline_ranks import own_stage, pipeline_group
 
 
@@ -29,7 +29,7 @@ def waiting_for(stages: Sequence[int], what: str) -> Iterator[None]:
             f" {' and '.join(f'rank {ranks[stage]}' for stage in stages)}: it has ended, failed, or taken more than the timeout of"
             f" {run.settings.timeout:g} s."
         )
-        told = tell_failure(text)
+        told = announce_failure(text)
         raise RemoteError(text if told.rank == run.rank else f"{told.text} {text}") from error
 
 

@@ -54,11 +54,11 @@ class CompiledLinear(torch.autograd.Function):
         operator = operators.column_backward if ctx.column else operators.row_backward
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         wanted = for_input, for_weight, ctx.may_compare
-        of_input, of_weight = operator(grads[0], input, weight, ctx.option, ctx.chunks, *wanted)
-        of_bias = None
+        grad_input, grad_weight = operator(grads[0], input, weight, ctx.option, ctx.chunks, *wanted)
+        grad_bias = None
         if for_bias and ctx.has_bias:  # outside the operator: it needs no communication, so the compiler can fuse it
-            of_bias = rows_of_bias(grads[0], column=ctx.column, scattered=ctx.option).sum(0)
-        return of_input if for_input else None, of_weight if for_weight else None, of_bias, None, None, None, None
+            grad_bias = rows_of_bias(grads[0], column=ctx.column, scattered=ctx.option).sum(0)
+        return grad_input if for_input else None, grad_weight if for_weight else None, grad_bias, None, None, None, None
 
 
 def _register() -> None:
@@ -88,10 +88,10 @@ class _PlacedGradients:
     def end_forward(self) -> None: ...
     def begin_backward(self) -> None: ...
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor:
-        places = running_backward.places
-        place = None if places is None else places.place_for(self._weight)
-        return grad.t().mm(input) if place is None else torch.mm(grad.t(), input, out=place)
+    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_temporary: bool = False) -> torch.Tensor:
+        buffers = running_backward.buffers
+        reserved = None if buffers is None else buffers.reserve_gradient(self._weight)
+        return grad.t().mm(input) if reserved is None else torch.mm(grad.t(), input, out=reserved)
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         return grad.sum(0)
@@ -116,10 +116,10 @@ def _complete(backward: Any) -> Any:
         compares = may_compare and is_time_to_compare(None)  # no layer counts its calls here
         wanted = for_input, for_weight, False
         writer = _PlacedGradients(weight)
-        of_input, of_weight, _ = backward(grad, input, weight, option, chunks, wanted, compares, writer)
+        grad_input, grad_weight, _ = backward(grad, input, weight, option, chunks, wanted, compares, writer)
         return (
-            grad.new_empty(0) if of_input is None else of_input,
-            grad.new_empty(0) if of_weight is None else of_weight,
+            grad.new_empty(0) if grad_input is None else grad_input,
+            grad.new_empty(0) if grad_weight is None else grad_weight,
         )
 
     return complete

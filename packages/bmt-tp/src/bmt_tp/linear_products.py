@@ -62,14 +62,14 @@ def column_backward(
             wait = summed_product(grad, weight, None, chunks, waits_at_once=not for_weight)
         else:
             wait = reduced_product(grad, weight, None, chunks)
-    of_bias = _bias_gradient(grad, writer) if for_bias else None
-    of_weight = None
+    grad_bias = _bias_gradient(grad, writer) if for_bias else None
+    grad_weight = None
     if for_weight:
         whole = rows if gathered is None else gathered.wait()
-        of_weight = _weight_gradient(grad, whole, writer, is_lent=gathered is not None)
+        grad_weight = _weight_gradient(grad, whole, writer, is_temporary=gathered is not None)
     if gathered is not None:
         gathered.end()
-    return None if wait is None else wait().view(input.shape), of_weight, of_bias
+    return None if wait is None else wait().view(input.shape), grad_weight, grad_bias
 
 
 def row_forward(
@@ -100,22 +100,22 @@ def row_backward(
     """
     for_input, for_weight, for_bias = wanted
     grad, rows = _rows(grad), _rows(input)
-    of_input = of_bias = gathered = None
+    grad_input = grad_bias = gathered = None
     if compares and not scattered:
         check_same_gradient(grad, "a row-parallel layer")
     if scattered:
         gathered = GatheredRows(grad, chunks, needs_all=for_input and for_weight)
     if for_bias:
-        of_bias = _bias_gradient(rows_of_bias(grad, column=False, scattered=scattered), writer)
+        grad_bias = _bias_gradient(rows_of_bias(grad, column=False, scattered=scattered), writer)
     if for_input:
-        of_input = grad.mm(weight) if gathered is None else gathered.times(weight)
-    of_weight = None
+        grad_input = grad.mm(weight) if gathered is None else gathered.times(weight)
+    grad_weight = None
     if for_weight:
         whole = grad if gathered is None else gathered.wait()
-        of_weight = _weight_gradient(whole, rows, writer, is_lent=gathered is not None)
+        grad_weight = _weight_gradient(whole, rows, writer, is_temporary=gathered is not None)
     if gathered is not None:
         gathered.end()
-    return None if of_input is None else of_input.view(input.shape), of_weight, of_bias
+    return None if grad_input is None else grad_input.view(input.shape), grad_weight, grad_bias
 
 
 def rows_of_bias(grad: torch.Tensor, *, column: bool, scattered: bool) -> torch.Tensor:
@@ -136,9 +136,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _weight_gradient(
-    grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None, *, is_lent: bool
+    grad: torch.Tensor, input: torch.Tensor, writer: GradientWriter | None, *, is_temporary: bool
 ) -> torch.Tensor | None:
-    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input, is_lent=is_lent)
+    return grad.t().mm(input) if writer is None else writer.weight_gradient(grad, input, is_temporary=is_temporary)
 
 
 def _bias_gradient(grad: torch.Tensor, writer: GradientWriter | None) -> torch.Tensor | None:

@@ -50,7 +50,9 @@ class GatheredRows:
         self._has_own = False  # whether this rank's rows were copied to those of all ranks
         self._pieces, are_few = _pieces(ranks, rows.shape[0], chunks, 2 * _min_rows(rows))
         self._waits = needs_all and are_few
-        self._transfer = begin_transfer(ranks, self._own, (ranks.size, *rows.shape), lends=True, beside=not self._waits)
+        self._transfer = begin_transfer(
+            ranks, self._own, (ranks.size, *rows.shape), waits_for_readers=True, beside=not self._waits
+        )
         for piece in self._pieces:
             self._transfer.start(part_of(self._own, piece.part), piece)
 

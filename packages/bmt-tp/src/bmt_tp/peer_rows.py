@@ -173,7 +173,7 @@ class PeerRows:
 
     def close(self) -> None:
         """End all transfers. Those under way are waited for as long as a counter changes."""
-        self._watch.expect_little()
+        self._watch.shorten_timeout()
         torch.cuda.synchronize(self._device)
         self._watch.leave()
         self._is_closed = True
@@ -313,7 +313,7 @@ class _Watch:
         if self._failure or self._counters.shared[_Counters.failed]:
             raise CallError(self._failure or _FAILED_ELSEWHERE)
 
-    def expect_little(self) -> None:
+    def shorten_timeout(self) -> None:
         """Note that this rank is shutting down: from now on transfers fail after ``_PATIENCE`` seconds without a change."""
         self._is_leaving = True
 

@@ -4,8 +4,8 @@
 
 [Note: memory of a transfer] The memory in which rows arrive is valid until :meth:`RowTransfer.end`. The caller ends a transfer when
 all work that reads the rows is queued; a transfer dropped by an exception ends itself. Memory that a rank sends from is kept until
-it has been read. A transfer that ``lends`` sends from memory of its caller, who may write to it afterwards: at its end the
-computation waits until that memory has been read.
+it has been read. With ``waits_for_readers`` a transfer sends from memory of its caller, who may write to it after the
+transfer's end: there the computation waits until that memory has been read.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class LaneTransfer(RowTransfer):
 class PeerTransfer(RowTransfer):
     """A transfer by copies into the memory of the other ranks' GPUs: see :mod:`bmt_tp.peer_rows`."""
 
-    def __init__(self, peers: PeerRows, inbox: Inbox, *, lends: bool) -> None:
+    def __init__(self, peers: PeerRows, inbox: Inbox, *, waits_for_readers: bool) -> None:
         self._peers = peers
-        self._lends = lends
+        self._waits_for_readers = waits_for_readers
         self._inbox: Inbox | None = inbox
         self._expected: deque[tuple[int, int]] = deque()
         self._kept: list[torch.Tensor] = []
@@ -143,7 +143,7 @@ class PeerTransfer(RowTransfer):
     def end(self) -> None:
         if self._inbox is not None:
             self.wait()
-            self._peers.end(self._inbox, self._kept, waits=self._lends)
+            self._peers.end(self._inbox, self._kept, waits=self._waits_for_readers)
             self._inbox = None
 
     def __del__(self) -> None:
@@ -151,17 +151,24 @@ class PeerTransfer(RowTransfer):
 
 
 def begin_transfer(
-    ranks: TensorRanks, like: torch.Tensor, shape: tuple[int, int, int], *, lends: bool = False, beside: bool = True
+    ranks: TensorRanks,
+    like: torch.Tensor,
+    shape: tuple[int, int, int],
+    *,
+    waits_for_readers: bool = False,
+    beside: bool = True,
 ) -> RowTransfer:
     """Return a transfer of ``shape`` (W, rows, features), in the dtype and on the device of ``like``. Collective.
 
-    ``lends``: see [Note: memory of a transfer]. With ``beside`` False the caller computes nothing until the rows have arrived;
-    copies between devices are then queued on the computation's stream, which takes less host time than the lane.
+    ``waits_for_readers``: see [Note: memory of a transfer]. With ``beside`` False the caller computes nothing until the rows
+    have arrived; copies between devices are then queued on the computation's stream, which takes less host time than the lane.
     """
     peers = current().state(_peers) if like.is_cuda else None
     inbox = None if peers is None else peers.inbox(shape, like.dtype, beside=beside)
     return (
-        LaneTransfer(ranks, like, shape) if peers is None or inbox is None else PeerTransfer(peers, inbox, lends=lends)
+        LaneTransfer(ranks, like, shape)
+        if peers is None or inbox is None
+        else PeerTransfer(peers, inbox, waits_for_readers=waits_for_readers)
     )
 
 

@@ -18,7 +18,7 @@ from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.torch_internals import accumulates, backward_pass, when_backward_ends
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
-from bmt_zero.direct_linear import LayerGradient, LayerRecomputation, Location
+from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, Location
 from bmt_zero.parameter_group import ParameterGroup
 
 _numbers = itertools.count()
@@ -130,7 +130,7 @@ class BlockCall:
         slots.put(whole)
         self._whole = slots, whole
         self._keep_products()
-        running_backward.places = self
+        running_backward.buffers = self
 
     def _keep_products(self) -> None:
         """Keep products of layers if a schedule postpones them, or until :meth:`end_backward` if they are added to a sum.
@@ -144,14 +144,14 @@ class BlockCall:
                 if not self.groups[number].flat.is_hooked:
                     self._gradients_of(number, keeps_products=True)
 
-    def take(self, location: Location, gradient: LayerGradient) -> bool:
+    def take(self, location: Location, gradient: DeferredGradient) -> bool:
         """See :class:`bmt_zero.direct_linear.GradientCall`."""
         if not self.writes_directly or self.is_computing:
             return False
         return self._gradients_of(location.group).take(location.position, gradient)
 
-    def place_for(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """See :class:`bmt_core.modules.layer_gradients.GradientPlaces`."""
+    def reserve_gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """See :class:`bmt_core.modules.layer_gradients.GradientBuffers`."""
         if not self.writes_directly or self.is_computing:
             return None
         if not self._leaf_at:
@@ -213,7 +213,7 @@ class BlockCall:
         self._gradients.clear()
         if self.phase is Phase.BACKWARD:
             self.phase = Phase.REST
-            running_backward.places = None
+            running_backward.buffers = None
             self.state.awaited_calls.discard(self.number)
             # Whether the step will use the parameters again: in another backward, or in a forward.
             is_followed = bool(self.state.awaited_calls) or not self.use.last_forward

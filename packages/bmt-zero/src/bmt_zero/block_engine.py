@@ -93,7 +93,7 @@ class BlockEngine:
                 call.writes_directly = False  # hooks on whole parameters must see their gradients
             outputs = _leave(call, token, (args, kwargs), outputs)
             if type(outputs) is list:
-                state.run.say_that_lists_stay_lists(module)
+                state.run.warn_once_of_list_output(module)
             backward_follows = any(output.requires_grad for output in tensors_in(outputs))
             succeeded = True
             return outputs

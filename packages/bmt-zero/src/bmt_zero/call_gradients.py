@@ -9,11 +9,11 @@ import torch
 
 from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.params.shard import summation_dtype
-from bmt_zero.direct_linear import LayerGradient
+from bmt_zero.direct_linear import DeferredGradient
 from bmt_zero.gradient_ledger import FlatGradients
 from bmt_zero.parameter_group import ParameterGroup
 
-_Products = list[tuple[int, LayerGradient]]
+_Products = list[tuple[int, DeferredGradient]]
 """(index of the parameter in its group, its gradient), in the order in which backward reached the layers."""
 
 
@@ -40,7 +40,7 @@ class CallGradients:
         self._reduces = False
         self._tickets: list[object] = []
 
-    def take(self, index: int, product: LayerGradient) -> bool:
+    def take(self, index: int, product: DeferredGradient) -> bool:
         """Write or keep ``product``, the gradient of parameter ``index``. False: the layer must return it to autograd."""
         if not self._keeps_products:
             return self._flat_gradients().write(index, product)
@@ -96,7 +96,7 @@ class CallGradients:
         """Bytes of the sum that is needed if the gradients of several passes are computed separately."""
         return self._ledger.held_back_bytes
 
-    def take_over(self, other: CallGradients) -> None:
+    def join(self, other: CallGradients) -> None:
         """Take over the gradients of ``other``, a call of the same group, to compute them together with these."""
         self._joined += [other._products, *other._joined]
         self._grads = [_sum_of(a, b) for a, b in zip(self._grads, other._grads, strict=True)]
@@ -146,7 +146,7 @@ class CallGradients:
         else:
             self._ledger.hold_back(full, self._needed)
 
-    def _sums(self) -> Iterator[tuple[int, LayerGradient]]:
+    def _sums(self) -> Iterator[tuple[int, DeferredGradient]]:
         """Yield one product per layer, over the rows of all passes; separate ones if the passes called different layers."""
         indices = [index for index, _ in self._products]
         if any([index for index, _ in products] != indices for products in self._joined):

@@ -56,7 +56,7 @@ class GradientCall(Protocol):
     def begin_backward(self) -> None:
         """Gather the whole parameters, unless they are there."""
 
-    def take(self, location: Location, gradient: LayerGradient) -> bool:
+    def take(self, location: Location, gradient: DeferredGradient) -> bool:
         """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: the layer must return it instead."""
 
 
@@ -126,14 +126,14 @@ class _Linear(torch.autograd.Function):
         (input,), weight = ctx.saved_tensors, ctx.weight
         grad = grads[0].reshape(-1, weight.shape[0])
         for_input, for_weight, for_bias, *_ = ctx.needs_input_grad
-        of_input = grad.mm(weight).view(input.shape) if for_input else None
-        of_weight, of_bias = None, None
+        grad_input = grad.mm(weight).view(input.shape) if for_input else None
+        grad_weight, grad_bias = None, None
         if for_weight:
             flat = input.reshape(-1, weight.shape[1])
-            of_weight = _written(ctx.call, ctx.layer.weight, WeightGradient(grad.t(), flat))
+            grad_weight = _written(ctx.call, ctx.layer.weight, WeightGradient(grad.t(), flat))
         if for_bias:
-            of_bias = _written(ctx.call, ctx.layer.bias, BiasGradient(grad))
-        return of_input, of_weight, of_bias, None, None
+            grad_bias = _written(ctx.call, ctx.layer.bias, BiasGradient(grad))
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 class _Writer:
@@ -158,9 +158,11 @@ class _Writer:
         if self._call is not None:
             self._call.begin_backward()
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor | None:
+    def weight_gradient(
+        self, grad: torch.Tensor, input: torch.Tensor, *, is_temporary: bool = False
+    ) -> torch.Tensor | None:
         gradient = WeightGradient(grad.t(), input)
-        gradient.is_lent = is_lent
+        gradient.is_temporary = is_temporary
         return _written(self._call, self._layer.weight, gradient)
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
@@ -168,10 +170,10 @@ class _Writer:
         return _written(self._call, self._layer.bias, BiasGradient(grad))
 
 
-class LayerGradient:
+class DeferredGradient:
     """A gradient that is not computed yet. ``factors[0]`` is the gradient of the layer's output."""
 
-    is_lent = False
+    is_temporary = False
     """Whether the memory of the factors may be overwritten once the layer's backward has returned."""
     _versions: list[int]
 
@@ -196,7 +198,9 @@ class LayerGradient:
 
     def keep(self, may_be_freed: Callable[[torch.Tensor], bool]) -> None:
         """Keep the factors until after the backward pass. Copy those whose memory ``may_be_freed`` by then."""
-        grad, *inputs = [factor.clone() if self.is_lent or may_be_freed(factor) else factor for factor in self.factors]
+        grad, *inputs = [
+            factor.clone() if self.is_temporary or may_be_freed(factor) else factor for factor in self.factors
+        ]
         # Inputs are detached, which frees their graph. The gradient has no graph, and the object itself is kept: torch does not
         # reuse its memory as .grad of a leaf while there is a second reference to it.
         self.factors = grad, *[input.detach() for input in inputs]
@@ -212,15 +216,15 @@ class LayerGradient:
             )
 
 
-class WeightGradient(LayerGradient):
+class WeightGradient(DeferredGradient):
     """The product of the transposed gradient of the output (out, n) and the input (n, in)."""
 
     def made(self) -> torch.Tensor:
-        """See :class:`LayerGradient`."""
+        """See :class:`DeferredGradient`."""
         return torch.mm(*self.factors)
 
     def into(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`. On CUDA the product of half types is written to a float32 destination without rounding."""
+        """See :class:`DeferredGradient`. On CUDA the product of half types is written to a float32 destination without rounding."""
         grad, input = self.factors
         if destination.dtype == grad.dtype:
             torch.mm(grad, input, out=destination)
@@ -230,7 +234,7 @@ class WeightGradient(LayerGradient):
             destination.copy_(torch.mm(grad, input))
 
     def added_to(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`, and :meth:`into` about float32."""
+        """See :class:`DeferredGradient`, and :meth:`into` about float32."""
         grad, input = self.factors
         if destination.dtype == grad.dtype:
             destination.addmm_(grad, input)
@@ -240,16 +244,16 @@ class WeightGradient(LayerGradient):
             destination += torch.mm(grad, input)
 
     def joined(self, others: Iterable[WeightGradient]) -> WeightGradient:
-        """See :class:`LayerGradient`."""
+        """See :class:`DeferredGradient`."""
         grads, inputs = zip(*[gradient.factors for gradient in (self, *others)], strict=True)
         return WeightGradient(torch.cat([grad.t() for grad in grads]).t(), torch.cat(inputs))
 
 
-class BiasGradient(LayerGradient):
+class BiasGradient(DeferredGradient):
     """The sum of the rows of the gradient of the output (n, out), or of several such gradients."""
 
     def made(self) -> torch.Tensor:
-        """See :class:`LayerGradient`."""
+        """See :class:`DeferredGradient`."""
         first, *others = self.factors
         if not others:
             return first.sum(0)
@@ -259,7 +263,7 @@ class BiasGradient(LayerGradient):
         return total.to(first.dtype)
 
     def into(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`."""
+        """See :class:`DeferredGradient`."""
         if len(self.factors) == 1:
             torch.sum(self.factors[0], 0, out=destination)
         elif destination.dtype == summation_dtype(destination.dtype):
@@ -268,16 +272,16 @@ class BiasGradient(LayerGradient):
             destination.copy_(self.made())
 
     def added_to(self, destination: torch.Tensor) -> None:
-        """See :class:`LayerGradient`."""
+        """See :class:`DeferredGradient`."""
         for grad in self.factors:
             destination += grad.sum(0, dtype=destination.dtype)
 
     def joined(self, others: Iterable[BiasGradient]) -> BiasGradient:
-        """See :class:`LayerGradient`."""
+        """See :class:`DeferredGradient`."""
         return BiasGradient(*self.factors, *(factor for other in others for factor in other.factors))
 
 
-def _written(call: GradientCall | None, location: Location, gradient: LayerGradient) -> torch.Tensor | None:
+def _written(call: GradientCall | None, location: Location, gradient: DeferredGradient) -> torch.Tensor | None:
     """Pass ``gradient`` to ``call`` and return None, or compute and return it if autograd needs it."""
     return None if call is not None and call.take(location, gradient) else gradient.made()
 
@@ -297,10 +301,10 @@ def direct_linears(
         bias = layer._parameters.get("bias")
         if weight not in locations or weights.count(weight) > 1 or (bias is not None and id(bias) not in locations):
             continue
-        of_bias = None if bias is None else locations[id(bias)]
+        bias_location = None if bias is None else locations[id(bias)]
         name = _attribute_of(layer)
         assert name is not None
-        found.append((layer.__dict__, name, DirectLinear(running, layer, locations[weight], of_bias)))
+        found.append((layer.__dict__, name, DirectLinear(running, layer, locations[weight], bias_location)))
     return found
 
 

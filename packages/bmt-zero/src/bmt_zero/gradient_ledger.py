@@ -43,7 +43,7 @@ from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import backward_pass, named_in_trace
-from bmt_zero.direct_linear import LayerGradient
+from bmt_zero.direct_linear import DeferredGradient
 from bmt_zero.flat_parameters import FlatParameters
 
 
@@ -383,7 +383,7 @@ class FlatGradients:
         self._is_written = [self.adds] * len(self._views)
         self._reserved: set[int] = set()
 
-    def write(self, index: int, gradient: LayerGradient) -> bool:
+    def write(self, index: int, gradient: DeferredGradient) -> bool:
         """Write or add the gradient of parameter ``index``. Return False if layers cannot write this dtype."""
         if not self._takes:
             return False

@@ -101,7 +101,7 @@ class RootCall:
             if any(group.call is not self for group in self.groups):
                 return None
             parameters = [p for group in self.groups for p in group.parameters]
-            wholes = _Gather.apply(self.groups, self._was_read, *parameters)  # type: ignore[no-untyped-call]
+            wholes = _GatherGroups.apply(self.groups, self._was_read, *parameters)  # type: ignore[no-untyped-call]
             self._wholes = {id(p): whole for p, whole in zip(parameters, wholes, strict=True)}
         self._was_read.add(key)
         return self._wholes[key]
@@ -116,7 +116,7 @@ class RootCall:
                 group.free_unless_held()
 
 
-class _Gather(torch.autograd.Function):
+class _GatherGroups(torch.autograd.Function):
     """(groups, ids of parameters read until backward, parts…) -> whole parameters…"""
 
     @staticmethod

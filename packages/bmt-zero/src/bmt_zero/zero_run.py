@@ -97,7 +97,7 @@ class ZeroRun:
             for call in failed:  # last, because it waits for reductions, which raises if a rank is gone
                 call.forget_gradients()
 
-    def say_that_lists_stay_lists(self, module: nn.Module) -> None:
+    def warn_once_of_list_output(self, module: nn.Module) -> None:
         """Warn once, on rank 0, that a returned list stays a list; BMTrain's Block turned it into a tuple."""
         if self._warns_of_lists:
             self._warns_of_lists = False

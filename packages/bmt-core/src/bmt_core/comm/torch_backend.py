@@ -105,12 +105,12 @@ class TorchGroup(Group):
             # Gloo's own reduce-scatter does the same, but one cannot wait for it in short pieces of time.
             whole = input.clone()
             work = self._started(name, dist.all_reduce, whole, op=_REDUCE_OPS[op])
-            return PartOfSum(work, whole[self.rank * output.numel() :][: output.numel()], output)
+            return ReduceScatterByAllReduce(work, whole[self.rank * output.numel() :][: output.numel()], output)
         if op not in ("sum", "avg"):
             raise ValueError(f"reduce_scatter into a wider dtype knows sum and avg, not {op}.")
         parts = torch.empty_like(input)
         work = self._started((*name, output.dtype), dist.all_to_all_single, _bytes(parts), _bytes(input))
-        return SumOfParts(work, parts, output, self.size if op == "avg" else 1)
+        return ReduceScatterByAllToAll(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """See :meth:`Group.all_reduce`."""
@@ -314,7 +314,7 @@ class TorchBackend(CommBackend):
             dist.all_reduce(torch.zeros(1, device=self.context.device), group=process_group)
 
 
-class SumOfParts:
+class ReduceScatterByAllToAll:
     """The :class:`Work` of a reduce-scatter that receives all ranks' parts and adds them in :meth:`wait`, in the output's dtype."""
 
     def __init__(self, work: Work, parts: torch.Tensor, output: torch.Tensor, divisor: int) -> None:
@@ -333,7 +333,7 @@ class SumOfParts:
             self._output.div_(self._divisor)
 
 
-class PartOfSum:
+class ReduceScatterByAllReduce:
     """The :class:`Work` of a reduce-scatter: it sums whole tensors and copies ``part`` of the sum to ``output`` in :meth:`wait`."""
 
     def __init__(self, work: Work, part: torch.Tensor, output: torch.Tensor) -> None:

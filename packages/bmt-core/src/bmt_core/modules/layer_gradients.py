@@ -32,10 +32,12 @@ class GradientWriter(Protocol):
     def begin_backward(self) -> None:
         """Call before backward reads the weight: it is gathered unless it is there."""
 
-    def weight_gradient(self, grad: torch.Tensor, input: torch.Tensor, *, is_lent: bool = False) -> torch.Tensor | None:
+    def weight_gradient(
+        self, grad: torch.Tensor, input: torch.Tensor, *, is_temporary: bool = False
+    ) -> torch.Tensor | None:
         """Write ``gradᵀ input``, of (n, out) and (n, in), into the tensor that is reduced, or return it for autograd.
 
-        ``is_lent``: the memory of ``grad`` and ``input`` may be overwritten after this call.
+        ``is_temporary``: the memory of ``grad`` and ``input`` may be overwritten after this call.
         """
 
     def bias_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
@@ -49,10 +51,10 @@ class LayerGradients(Protocol):
         """Return the writer of this call; None if autograd must compute the gradients (none needed, autocast, hooks)."""
 
 
-class GradientPlaces(Protocol):
+class GradientBuffers(Protocol):
     """Gives layers in compiled code, where no ``layer_gradients`` is set, memory in the tensor that the block reduces."""
 
-    def place_for(self, weight: torch.Tensor) -> torch.Tensor | None:
+    def reserve_gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return memory for the gradient of ``weight``, a whole parameter; None if the caller must allocate its own.
 
         The caller returns this tensor to autograd as the gradient. It is given out once per backward.
@@ -60,9 +62,9 @@ class GradientPlaces(Protocol):
 
 
 class RunningBackward:
-    """``places`` of the block whose backward runs, if one does. Shared by threads: on GPUs autograd runs in its own threads."""
+    """``buffers`` of the block whose backward runs, if one does. Shared by threads: on GPUs autograd runs in its own threads."""
 
-    places: GradientPlaces | None = None
+    buffers: GradientBuffers | None = None
 
 
 running_backward = RunningBackward()

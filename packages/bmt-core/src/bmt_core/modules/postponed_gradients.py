@@ -29,7 +29,7 @@ class PostponedPart(Protocol):
     def sum_bytes(self) -> int:
         """Bytes of the sum that is needed if the gradients of several passes are computed separately."""
 
-    def take_over(self, other: Self) -> None:
+    def join(self, other: Self) -> None:
         """Take over the gradients of ``other``, which has the same parameters, to compute them together with this part's."""
 
     def check(self) -> None:
@@ -97,7 +97,7 @@ class PostponedGradients:
             for part in parts:
                 first = by_parameters.setdefault(part.reduced_as, part)
                 if first is not part:
-                    first.take_over(part)
+                    first.join(part)
         made = cls()
         made._parts = list(by_parameters.values())
         return made

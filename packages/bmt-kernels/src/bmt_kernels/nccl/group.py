@@ -9,7 +9,7 @@ import torch
 
 from bmt_core.comm.call_check import GroupCalls
 from bmt_core.comm.protocols import AllOf, Finished, Group, ReduceOp, Work
-from bmt_core.comm.torch_backend import SumOfParts
+from bmt_core.comm.torch_backend import ReduceScatterByAllToAll
 from bmt_kernels.nccl.arguments import (
     check_apart,
     check_member,
@@ -140,7 +140,7 @@ class NcclGroup(Group):
         if output.numel():
             bytes_each = input.nbytes // self.size
             self._communicator.all_to_all(input.data_ptr(), parts.data_ptr(), bytes_each, self._stream())
-        return SumOfParts(_STARTED, parts, output, self.size if op == "avg" else 1)
+        return ReduceScatterByAllToAll(_STARTED, parts, output, self.size if op == "avg" else 1)
 
     def _stream(self) -> int:
         stream: int = torch.cuda.current_stream(self._device).cuda_stream
