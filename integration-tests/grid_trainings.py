@@ -19,10 +19,10 @@ from bmt_core.comm.objects import all_gather_object
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Cosine
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding
 from bmt_zero import Block
 

@@ -12,8 +12,8 @@ from tp_models import VOCABULARY, Net, fill, gradients_of, tp
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 STEPS, SEQUENCE = 5, 8

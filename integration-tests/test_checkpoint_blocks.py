@@ -12,9 +12,9 @@ from torch import nn
 
 import bmt_core
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Cosine
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 WORLD_SIZES = [1, 2, 4]

@@ -18,8 +18,8 @@ from bmt_core.checkpoint.format import Index, TensorEntry
 from bmt_core.errors import BmtError, ConfigError, PluginError
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 
 
 class JsonReader(CheckpointReader):

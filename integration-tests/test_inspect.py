@@ -18,9 +18,9 @@ from tp_models import Net, fill, tp
 from bmt_core.inspect import inspect_model, inspect_tensor, record_tensor
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import train_step
+from bmt_testing import run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
 
 Summary = list[dict[str, Any]]

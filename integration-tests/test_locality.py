@@ -18,8 +18,8 @@ from bmt_core.comm import Group
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 IN, HIDDEN, WIDE, STAGES, STEPS, MAX_NORM = 3, 5, 8, 2, 3, 0.5

@@ -14,8 +14,8 @@ from hf_models import MODELS, initialized_by_hugging_face, inputs
 
 import bmt_core
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper
 
 STEPS, MAX_NORM = 4, 0.5

@@ -23,8 +23,8 @@ import bmt_core
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
+from bmt_testing import run_ranks
 from bmt_tp import parallelize, plan_for, whole
 from bmt_zero import Block, BMTrainModelWrapper
 

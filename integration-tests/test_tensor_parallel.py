@@ -17,8 +17,8 @@ from tp_models import Net, fill, tp
 import bmt_core
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
 from bmt_zero.gradients.full_gradients import FullGradients

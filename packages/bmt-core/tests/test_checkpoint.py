@@ -22,7 +22,7 @@ from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.shard import Shard
 from bmt_core.settings import MeshAxis
-from bmt_core.testing import gpu_ranks, rank_pool, run_ranks
+from bmt_testing import gpu_ranks, rank_pool, run_ranks
 
 WORLD_SIZES = [1, 2, 4]
 

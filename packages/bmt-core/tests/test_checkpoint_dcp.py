@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 import bmt_core
 from bmt_core.cli import main
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -39,7 +39,7 @@ from bmt_core.params.parameter import DistributedParameter, local_along, make_di
 from bmt_core.params.shard import Shard
 from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
 library_writes = pytest.mark.skipif(

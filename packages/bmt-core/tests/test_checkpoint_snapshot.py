@@ -17,7 +17,7 @@ from bmt_core.checkpoint.snapshot import _memory
 from bmt_core.comm import objects
 from bmt_core.errors import CheckpointError, RemoteError
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 def net(value: float, dtype: torch.dtype = torch.float32, size: int = 1000) -> nn.Module:

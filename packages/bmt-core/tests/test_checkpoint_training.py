@@ -18,7 +18,7 @@ import torch
 import bmt_core
 from bmt_core.checkpoint.random_state import own_place, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
 

@@ -24,7 +24,7 @@ from bmt_core.errors import CheckpointError, PluginError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.plugins import Registry
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.testing import rank_pool, run_ranks
+from bmt_testing import rank_pool, run_ranks
 
 
 def net() -> nn.Module:

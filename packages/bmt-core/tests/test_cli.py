@@ -16,7 +16,7 @@ from bmt_core.cli.bench import parse_bytes
 from bmt_core.cli.environment import Finding, Machine, examine_environment
 from bmt_core.core_plugin import bmt_cli_commands
 from bmt_core.packages import Package
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Bmt = Callable[..., Result]

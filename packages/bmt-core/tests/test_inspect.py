@@ -26,7 +26,7 @@ from bmt_core.inspect import (
 )
 from bmt_core.inspect.statistics import described, joined, moments, row
 from bmt_core.run.runtime import current, is_initialized, rank, world_size
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 Summary = list[dict[str, Any]]
 GRIDS = {

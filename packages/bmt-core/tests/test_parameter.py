@@ -18,7 +18,7 @@ from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.locality import Locality
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (1,), (2, 2, 2), (0, 4), (), (7,)]
 

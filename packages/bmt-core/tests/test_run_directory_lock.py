@@ -21,7 +21,7 @@ import torch
 import bmt_core
 from bmt_core.checkpoint import run_directory_lock
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 SAVE = "bmt_core.save_checkpoint(sys.argv[1], torch.nn.Linear(3, 2), step=1)"
 

@@ -15,7 +15,7 @@ from bmt_core.errors import CallError, ConfigError, NotInitializedError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology, grid_sizes
 from bmt_core.settings import MeshAxis
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 TENSOR = MeshAxis("tp", 2, 100, shards_data=False)
 AXES = ("pp", "dp", "tp")

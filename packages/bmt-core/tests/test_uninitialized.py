@@ -24,7 +24,7 @@ from bmt_core.params.uninitialized import (
     materialize_buffers,
     uninitialized_names,
 )
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])

@@ -13,7 +13,7 @@ import bmt_core
 import bmt_core.checkpoint.background
 import bmtrain
 from bmt_core import Topology
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmtrain import global_var
 from bmtrain.global_var import ConfigMap, config
 

@@ -51,6 +51,12 @@ PACKAGES = {
         ' pip install "bmt-train[pipeline]"',
         ("pipeline-plan",),
     ),
+    "bmt-testing": Package(
+        "bmt_testing",
+        "tests on several ranks, for who develops a package",
+        "pip install ./packages/bmt-core ./packages/bmt-testing (in a clone of bmt), or, if your index has it:"
+        " pip install bmt-testing",
+    ),
     "bmt-tp": Package(
         "bmt_tp",
         "tensor parallelism: parallel linear layers and embedding, parallelize",

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from bmt_core.testing.job import Job
-from bmt_core.testing.outcome import Outcome
+from bmt_testing.job import Job
+from bmt_testing.outcome import Outcome
 
 READY = b"ready"
 

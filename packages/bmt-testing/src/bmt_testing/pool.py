@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore
 
-from bmt_core.testing.gpus import place_on_host
-from bmt_core.testing.job import FunctionReference, Job
-from bmt_core.testing.outcome import Outcome, RankFailure
-from bmt_core.testing.workers import Worker, Workers
+from bmt_testing.gpus import place_on_host
+from bmt_testing.job import FunctionReference, Job
+from bmt_testing.outcome import Outcome, RankFailure
+from bmt_testing.workers import Worker, Workers
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.launch import Launch
-from bmt_core.testing import Outcome, RankFailure, RankPool, gpu_ranks, pytest_plugin, rank_pool, run_ranks
+from bmt_testing import Outcome, RankFailure, RankPool, gpu_ranks, pytest_plugin, rank_pool, run_ranks
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 
 import torch
 
-from bmt_core.testing.job import Job
-from bmt_core.testing.outcome import Outcome
-from bmt_core.testing.rank_process import READY, serve
+from bmt_testing.job import Job
+from bmt_testing.outcome import Outcome
+from bmt_testing.rank_process import READY, serve
 
 _START_PATIENCE = 300.0
 _EXIT_PATIENCE = 5.0
@@ -158,5 +158,5 @@ def _context() -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # The first one imports the compiler, which torch would do at the first optimizer.
-    context.set_forkserver_preload(["torch.distributed.pipelining", "bmt_core.testing.rank_process"])
+    context.set_forkserver_preload(["torch.distributed.pipelining", "bmt_testing.rank_process"])
     return context

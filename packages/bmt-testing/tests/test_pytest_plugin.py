@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 def world_size():
@@ -63,7 +63,7 @@ def test_tests_on_several_ranks_are_counted_and_gpu_tests_skipped_under_xdist(tm
     directory.mkdir(parents=True)
     (directory / "test_something.py").write_text(TESTS)
     (tmp_path / "elsewhere").mkdir()
-    plugin = ["-p", "bmt_core.testing.pytest_plugin", "--strict-markers", "--import-mode=importlib", "-rs"]
+    plugin = ["-p", "bmt_testing.pytest_plugin", "--strict-markers", "--import-mode=importlib", "-rs"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *plugin, "-n", "1", str(directory)],
         cwd=tmp_path / "elsewhere",
