@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import bmt_core
-from bmt_core.checkpoint import latest, load_checkpoint, save_checkpoint, wait_for_saves
+from bmt_checkpoint import latest, load_checkpoint, save_checkpoint, wait_for_saves
 from bmt_core.errors import BmtError, CheckpointError
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_testing.pool import serve_store

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_reduce

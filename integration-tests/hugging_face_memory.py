@@ -23,7 +23,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import bmt_core
-from bmt_core.checkpoint import load, save
+from bmt_checkpoint import load, save
 from bmt_testing import RankPool
 from bmt_zero import BMTrainModelWrapper
 

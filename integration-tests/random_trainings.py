@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core import PostponedGradients, postpone_weight_gradients, sum_loss
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.loss import FusedCrossEntropy
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime

@@ -132,10 +132,16 @@ def test_packages_require_siblings_and_extras_that_exist() -> None:
         ("It needs `bmtrain[zero,optim]`.", "bmtrain is no package of ours"),
         ("`pip install bmt-core`, then `pip install bmt-expert`", "bmt-expert is no package of ours"),
         ('pip install "bmt-train[zero,expert]"', "bmt-train has no extra expert"),
-        ('pip install ./packages/bmt-core "./packages/bmtrain[expert]"', "bmt-train has no extra expert"),
+        (
+            'pip install ./packages/bmt-core ./packages/bmt-checkpoint "./packages/bmtrain[expert]"',
+            "bmt-train has no extra expert",
+        ),
         ("pip install ./packages/bmt-train", "./packages/bmt-train is no package below the root"),
         ("pip install ./packages/bmt-zero", "bmt-core is needed, and not among the paths"),
-        ('pip install ./packages/bmt-core "./packages/bmtrain[zero]"', "bmt-zero is needed, and not among the paths"),
+        (
+            'pip install ./packages/bmt-core ./packages/bmt-checkpoint "./packages/bmtrain[zero]"',
+            "bmt-zero is needed, and not among the paths",
+        ),
         ('f"pip install {package}"', "{package} is computed"),
         ("pip install requests", "requests is no package of ours"),
         ('"Install it with: pip install "', "no package is named"),

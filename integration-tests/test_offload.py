@@ -17,7 +17,7 @@ import torch
 from offload_training import Layer, Offload, Training, both
 from torch import nn
 
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime

@@ -10,8 +10,8 @@ import torch
 from pipeline_trainings import Plain, loss_of, mask_of, text
 from torch import nn
 
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core import DistributedParameter
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 OURS = (
+    "bmt_checkpoint",
     "bmt_core",
     "bmt_hf",
     "bmt_kernels",

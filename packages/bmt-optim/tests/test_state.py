@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter

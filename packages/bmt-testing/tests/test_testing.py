@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bmt_core.launch import Launch
-from bmt_testing import Outcome, RankFailure, RankPool, gpu_ranks, pytest_plugin, rank_pool, run_ranks
+from bmt_testing import Outcome, RankError, RankFailure, RankPool, gpu_ranks, pytest_plugin, rank_pool, run_ranks
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def test_arguments_and_results_of_the_test_modules_own_classes_travel() -> None:
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(raise_on, 2, 1, init=None)
-    assert caught.value.errors == {1: ("FileNotFoundError", "[Errno 2] no such thing: 'thing'")}
+    assert caught.value.errors == {1: RankError("FileNotFoundError", "[Errno 2] no such thing: 'thing'")}
     assert "raise_on failed on 1 of 2 ranks." in str(caught.value)
     assert "rank 0: returned" in str(caught.value)
     assert "in raise_on" in str(caught.value)

@@ -35,8 +35,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from bmt_core import load, load_checkpoint, save, save_checkpoint, wait_for_saves
-from bmt_core.checkpoint import hub_names
+from bmt_checkpoint import hub_names, load, load_checkpoint, save, save_checkpoint, wait_for_saves
 from bmt_core.errors import CheckpointError
 from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 
 import bmt_core
-from bmt_core import load, save
+from bmt_checkpoint import load, save
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_testing import run_ranks

@@ -45,10 +45,10 @@ TABLE: dict[str, dict[str, Home]] = {
             """
             BlockUse BmtError CallError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
             Locality MeshAxis ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
-            init_parameters is_initialized latest load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
-            wait_for_saves whole_parameters world_size
+            init_parameters is_initialized rank shutdown sum_loss synchronize whole_parameters world_size
             """,
         ),
+        **_from("bmt_checkpoint", "latest load load_checkpoint save save_checkpoint wait_for_saves"),
         **_from("bmtrain.global_var", "config"),
         **_from("bmtrain.utils", "print_block print_dict print_rank see_memory"),
         **_WAIT_LOADER,
@@ -136,6 +136,8 @@ FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.
 
 # Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
 INSTALL_HINTS = {
+    "bmt_checkpoint": "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if your index has it:"
+    " pip install bmt-checkpoint",
     "bmt_core": "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
     "bmt_optim": "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it:"
     ' pip install "bmt-train[optim]"',

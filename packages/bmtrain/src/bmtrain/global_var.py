@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,6 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from bmt_core import Runtime, current, is_initialized, rank, world_size
-from bmt_core.checkpoint.background import is_saving
 from bmt_core.user_warnings import warn_user
 from bmtrain._streams import EVENTS, STREAMS, stream_or_event
 
@@ -71,6 +71,12 @@ class RunConfig(MutableMapping[str, Any]):
         return len(_VALUES if is_initialized() else _BEFORE_INIT)
 
 
+def _is_saving() -> bool:
+    """Whether this rank writes a checkpoint in the background, which none does that has not imported bmt-checkpoint."""
+    background = sys.modules.get("bmt_checkpoint.background")
+    return background is not None and bool(background.is_saving())
+
+
 # Key -> the setting of the run that an assignment changes.
 _SETTINGS = {"micros": "num_micro_batches", "num_micro_batches": "num_micro_batches", "zero_level": "zero_level"}
 _INSTEAD = {
@@ -105,7 +111,7 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "loss_scale_steps": lambda run: 1024,
     "gradient_inspect": lambda run: False,
     "save_param_to_cpu": lambda run: True,
-    "finish_save": lambda run: not is_saving(),
+    "finish_save": lambda run: not _is_saving(),
     "comm": lambda run: run.world,
     "zero_comm": lambda run: run.world,
     "tp_comm": lambda run: run.topology.group(("tp",)),

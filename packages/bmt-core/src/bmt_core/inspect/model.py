@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from bmt_core.checkpoint.whole_state import whole_shape, world_group
 from bmt_core.comm.autograd import gather_stacked
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
@@ -18,6 +17,8 @@ from bmt_core.inspect.statistics import NOTHING, Statistics, described, joined, 
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.params.parameter_holders import first_holders, group_of_owners, own_axes
 from bmt_core.params.uninitialized import has_values
+from bmt_core.run.runtime import world_group
+from bmt_core.state.model_tensors import whole_shape
 
 
 class _Place(NamedTuple):

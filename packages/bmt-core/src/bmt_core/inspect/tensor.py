@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from bmt_core.checkpoint.whole_state import world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import BmtError
@@ -22,7 +21,7 @@ from bmt_core.inspect.statistics import (
     joined,
     row,
 )
-from bmt_core.run.runtime import current
+from bmt_core.run.runtime import current, world_group
 
 Shape = tuple[int, ...]
 
