@@ -121,6 +121,13 @@ def test_packages_require_siblings_and_extras_that_exist() -> None:
                 assert not requirement.startswith("bmt") or problems_of(f' "{requirement}"') == [], path
 
 
+def test_a_pipeline_is_installed_with_the_package_that_makes_its_blocks() -> None:
+    plugins = ROOT.glob("packages/bmt-*/src/*/plugin.py")
+    makers = [path.parents[2].name for path in plugins if ".make_block = " in path.read_text()]
+    assert makers == ["bmt-zero"]
+    assert siblings_needed(OURS["bmt-pipeline"], set()) >= {*makers}
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
