@@ -385,6 +385,8 @@ def test_copies_and_pickles_keep_locality() -> None:
 
 def old_attributes() -> None:
     """BMTrain's names of where a parameter's part lies, for one that is cut along ``tp`` and one that is not."""
+    from bmtrain import DistributedParameter  # which adds the names
+
     topology = current().topology
     draw = ParameterInitializer(nn.init.ones_)
     cut = DistributedParameter(torch.empty(4, 3), init_method=draw, tp_mode=True, tp_split_dim=0)

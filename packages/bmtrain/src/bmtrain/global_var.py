@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from bmt_core import Runtime, current, is_initialized, rank, world_size
 from bmt_core.user_warnings import warn_user
+from bmtrain._old_names import add_old_names
 from bmtrain._streams import EVENTS, STREAMS, stream_or_event
 
 __all__ = ["ConfigMap", "RunConfig", "config", "rank", "world_size"]
@@ -99,9 +101,9 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "zero_size": lambda run: run.world_size // run.topology.axis_size("pp"),
     "tp_zero_size": lambda run: run.world_size // (run.topology.axis_size("pp") * run.topology.axis_size("tp")),
     "zero_level": lambda run: run.settings.zero_level,
-    "zero_rank": lambda run: run.topology.zero_id,
-    "tp_rank": lambda run: run.topology.tp_id,
-    "tp_zero_rank": lambda run: run.topology.tp_zero_id,
+    "zero_rank": attrgetter("topology.zero_id"),
+    "tp_rank": attrgetter("topology.tp_id"),
+    "tp_zero_rank": attrgetter("topology.tp_zero_id"),
     "topology": lambda run: run.topology,
     **dict.fromkeys(
         ("micros", "num_micro_batches"),
@@ -123,5 +125,6 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
 }
 _assigned: WeakKeyDictionary[Runtime, dict[str, Any]] = WeakKeyDictionary()
 config = RunConfig()
+add_old_names()
 
 ConfigMap = RunConfig  # BMTrain's name
