@@ -22,13 +22,13 @@ from tp_models import gradients_of
 from transformers import GPT2ForSequenceClassification
 
 import bmt_core
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
 from bmt_optim import OptimManager
 from bmt_testing import run_ranks
 from bmt_tp import parallelize, plan_for, whole
 from bmt_zero import Block, BMTrainModelWrapper
+from bmtrain.loss import FusedCrossEntropy
 
 STEPS, MAX_NORM = 3, 0.5
 Record = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]

@@ -152,9 +152,14 @@ def installed_to_test(package: Path) -> list[str]:
     groups = tomllib.loads((package / "pyproject.toml").read_text()).get("dependency-groups", {})
     names = siblings_of(package)
     for requirement in [TEST_KIT, *groups.get("test", [])]:
-        sibling = package.parent / requirement.partition("==")[0]
+        sibling = directories_by_name()[requirement.partition("==")[0]]
         names += [name for name in siblings_of(sibling) if name not in names]
     return names
+
+
+def directories_by_name() -> dict[str, Path]:
+    """Return the directories of our packages by the names of the projects, of which one has another name than its directory."""
+    return {project_of(directory)["name"]: directory for directory in dev.package_directories()}
 
 
 def siblings_of(package: Path) -> list[str]:
@@ -163,8 +168,8 @@ def siblings_of(package: Path) -> list[str]:
     names = [project["name"]]
     for requirement in project["dependencies"]:
         match = re.match(r"[A-Za-z0-9-]+", requirement)
-        sibling = package.parent / (match[0] if match else requirement)
-        if sibling.is_dir():
+        sibling = directories_by_name().get(match[0] if match else requirement)
+        if sibling is not None:
             names += [name for name in siblings_of(sibling) if name not in names]
     return names
 

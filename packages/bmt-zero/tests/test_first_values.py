@@ -13,9 +13,9 @@ import bmt_checkpoint
 import bmt_core
 from bmt_core import DistributedModule, DistributedParameter, init_parameters, rank
 from bmt_core.errors import ConfigError
-from bmt_core.nn import Linear
 from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from bmtrain.nn import Linear
 
 
 class Model(nn.Module):

@@ -17,7 +17,7 @@ def moved_attribute(old: str, new: str, name: str) -> Any:
     """
     package = new.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        distribution = package.replace("_", "-")
+        distribution = next(name for name, known in PACKAGES.items() if known.module == package)
         message = f"{old} is now {new}, of the package {distribution}, which is not installed. Install it with: "
         raise ModuleNotFoundError(message + PACKAGES[distribution].install, name=package)
     value = getattr(importlib.import_module(new), name)

@@ -12,8 +12,10 @@ import torch
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import BmtError
-from bmt_core.inspect.recording import RecordedTensor, Recording, Section, numbered_names
-from bmt_core.inspect.statistics import (
+from bmt_core.modules.batch_parts import Section
+from bmt_core.run.runtime import current, world_group
+from bmtrain._inspect.recording import RecordedTensor, Recording, numbered_names
+from bmtrain._inspect.statistics import (
     Statistics,
     described,
     equal_gradients,
@@ -21,7 +23,6 @@ from bmt_core.inspect.statistics import (
     joined,
     row,
 )
-from bmt_core.run.runtime import current, world_group
 
 Shape = tuple[int, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bmt_core.inspect.statistics import Statistics
+from bmtrain._inspect.statistics import Statistics
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 
 from bmt_core.comm.protocols import Group
-from bmt_core.loss._function import kernels_for
 from bmt_core.modules.first_derivatives import first_derivatives_only
 from bmt_core.ops import HostFlag
 from bmt_core.run.bmtrain_names import TENSOR_AXIS
 from bmt_core.run.runtime import current, is_initialized
 from bmt_core.run.same_data import Occasions, check_same
+from bmtrain._loss_functions import kernels_for
 
 _SAME_ROWS = (
     "With parallel=True each has a slice of the vocabulary for the same rows. Choose a rank's data by"

@@ -16,17 +16,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bmt_core import BmtError, ConfigError, DistributedModule, DistributedParameter, Locality
-from bmt_core.inspect import (
-    BatchParts,
+from bmt_core.modules.batch_parts import BatchParts
+from bmt_core.run.runtime import current, is_initialized, rank, world_size
+from bmt_testing import run_ranks
+from bmtrain._inspect import (
     format_summary,
     inspect_model,
     inspect_tensor,
     record_tensor,
     summary_table,
 )
-from bmt_core.inspect.statistics import described, joined, moments, row
-from bmt_core.run.runtime import current, is_initialized, rank, world_size
-from bmt_testing import run_ranks
+from bmtrain._inspect.statistics import described, joined, moments, row
 
 Summary = list[dict[str, Any]]
 GRIDS = {
@@ -97,7 +97,7 @@ def test_a_small_spread_far_from_zero_is_not_lost() -> None:
 def test_pieces_that_are_converted_one_by_one_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 50).bfloat16().t()
     whole = moments(x)
-    monkeypatch.setattr("bmt_core.inspect.statistics._PIECE", 7)
+    monkeypatch.setattr("bmtrain._inspect.statistics._PIECE", 7)
     torch.testing.assert_close(moments(x), whole)
 
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_core.errors import BmtError
-from bmt_core.loss import FusedCrossEntropy, _function
 from bmt_core.ops import reference
 from bmt_core.ops.reference.cross_entropy import MAX_ELEMENTS
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
+from bmtrain.loss import FusedCrossEntropy, _function
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 REDUCTIONS = ["mean", "sum", "none"]

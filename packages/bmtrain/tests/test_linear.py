@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from bmt_core.init.parameter_init import init_parameters
-from bmt_core.nn import Linear, OpLinear
 from bmt_core.run.runtime import rank
 from bmt_testing import run_ranks
+from bmtrain.nn import Linear, OpLinear
 
 BATCHES = torch.arange(24.0).view(2, 2, 2, 3) / 10
 

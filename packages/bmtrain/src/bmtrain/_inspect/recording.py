@@ -5,22 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
-from bmt_core.inspect.statistics import joined, moments, row
+from bmt_core.modules.batch_parts import PROGRESS, Section
 from bmt_core.torch_internals import backward_pass, never_compiled
+from bmtrain._inspect.statistics import joined, moments, row
 
 _OUTSIDE = 1 << 62  # the number for tensors recorded outside of parts: it sorts them after all parts of the call
-
-
-class Section(NamedTuple):
-    """A place in the model's order: how many :class:`BatchParts` had been made by then, and the number of the part."""
-
-    call: int
-    part: int
 
 
 class _Piece:
@@ -68,11 +60,13 @@ class Recording:
         self._calls_before = 0
 
     def open(self) -> None:
-        self._calls_before = _state.calls
-        _state.recordings.append(self)
+        self._calls_before = PROGRESS.calls
+        _recordings.append(self)
+        PROGRESS.watchers.append(self.begin_part)
 
     def close(self) -> None:
-        _state.recordings.remove(self)
+        PROGRESS.watchers.remove(self.begin_part)
+        _recordings.remove(self)
 
     def sections(self) -> dict[Section, list[RecordedTensor]]:
         """Return what was recorded, in the order of the model; also sections that ran and recorded nothing."""
@@ -89,7 +83,7 @@ class Recording:
         return self._sections.setdefault(relative, [])
 
     def add(self, tensor: torch.Tensor, name: str, group: str | None, follows_gradient: bool) -> None:
-        section, micro_batch = _state.running or (Section(_state.calls, _OUTSIDE), 0)
+        section, micro_batch = PROGRESS.running or (Section(PROGRESS.calls, _OUTSIDE), 0)
         tensors = self.begin_part(section)
         number = self._counts[section, micro_batch]
         self._counts[section, micro_batch] += 1
@@ -104,42 +98,8 @@ class Recording:
         found.pieces.append(_Piece(tensor, follows_gradient))
 
 
-class BatchParts:
-    """One call of a model, or of a list of layers, that a schedule runs by parts and micro-batches.
-
-    With it, recorded tensors are put together: micro-batches are joined, and parts are put in the model's order. Every rank
-    makes one at the beginning of each such call, and surrounds the forward of each of its parts by :meth:`forward`, in the
-    order of the micro-batches.
-    """
-
-    def __init__(self) -> None:
-        _state.calls += 1
-        self._call = _state.calls
-
-    @contextmanager
-    def forward(self, part: int, micro_batch: int) -> Iterator[None]:
-        """Surround the forward of the model's ``part``, counted from 0 over all ranks, for ``micro_batch``."""
-        before = _state.running
-        section = Section(self._call, part)
-        _state.running = section, micro_batch
-        for recording in _state.recordings:
-            recording.begin_part(section)
-        try:
-            yield
-        finally:
-            _state.running = before
-
-
-class _State:
-    """Shared by all threads: on GPUs torch runs backward, and the recomputation in it, in threads of its own."""
-
-    def __init__(self) -> None:
-        self.recordings: list[Recording] = []
-        self.calls = 0
-        self.running: tuple[Section, int] | None = None
-
-
-_state = _State()
+_recordings: list[Recording] = []
+"""Those that are open; shared by all threads, as the parts that run are."""
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> None:
@@ -154,7 +114,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
     ``torch.utils.checkpoint(use_reentrant=True)`` hides the gradient, for its first forward has no graph. Record activations, not
     parameters, whose memory may be freed after the forward: :func:`inspect_model` describes those.
     """
-    if _state.recordings:
+    if _recordings:
         _record(x, name, group, requires_grad)
 
 
@@ -167,7 +127,7 @@ def _record(x: torch.Tensor, name: str, group: str | None, follows_gradient: boo
         )
     if backward_pass() != -1:
         return
-    for recording in _state.recordings:
+    for recording in _recordings:
         recording.add(x, name, group, follows_gradient)
 
 
