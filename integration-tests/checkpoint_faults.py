@@ -35,10 +35,10 @@ from torch import nn
 from torch.distributed import TCPStore
 
 import bmt_core
-from bmt_core.checkpoint import latest, load_checkpoint, save_checkpoint, wait_for_saves
+from bmt_checkpoint import latest, load_checkpoint, save_checkpoint, wait_for_saves
 from bmt_core.errors import BmtError, CheckpointError
-from bmt_core.testing.pool import serve_store
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing.pool import serve_store
 from bmt_zero import BMTrainModelWrapper
 
 RANKS, PATIENCE = 2, 60.0  # seconds until a rank counts as one that hangs

@@ -14,17 +14,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.comm.objects import all_gather_object
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Cosine
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding
 from bmt_zero import Block
+from bmtrain.loss import FusedCrossEntropy
 
 AXES = ("pp", "dp", "tp")
 FEATURES, VOCABULARY, SEQUENCE, GLOBAL_BATCH = 24, 48, 24, 24  # multiples of every size of an axis

@@ -23,8 +23,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import bmt_core
-from bmt_core.checkpoint import load, save
-from bmt_core.testing import RankPool
+from bmt_checkpoint import load, save
+from bmt_testing import RankPool
 from bmt_zero import BMTrainModelWrapper
 
 KINDS: dict[str, tuple[Any, Any]] = {"gpt2": (GPT2LMHeadModel, GPT2Config), "llama": (LlamaForCausalLM, LlamaConfig)}

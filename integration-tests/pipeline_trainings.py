@@ -14,9 +14,9 @@ from bmt_core import DistributedParameter
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 STEPS, LENGTH, WIDTH, INNER, VOCABULARY = 4, 3, 24, 25, 11

@@ -14,7 +14,7 @@ from random_pipelines import PipelinedTraining
 from random_plans import Plan
 from random_trainings import Record, ShardedTraining, Training
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 AMPLIFIED, AMPLIFIED_MOST = 8.0, 32.0
 """By how many times plain torch's own distance from a training all in float64 a training with float32 may differ from plain torch.

@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core import PostponedGradients, postpone_weight_gradients, sum_loss
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
+from bmtrain.loss import FusedCrossEntropy
 
 ADAM = {"lr": 0.05, "eps": 1e-3, "betas": (0.8, 0.9)}
 MAX_NORM = 0.3

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from tp_models import VOCABULARY, Net, fill, gradients_of, tp
 
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 from bmt_zero import Block
+from bmtrain.loss import FusedCrossEntropy
 
 STEPS, SEQUENCE = 5, 8
 GRIDS = {"tp 1": (1, 1), "tp 2": (2, 2), "tp 4": (4, 4), "tp 2 x dp 2": (4, 2), "dp 2": (2, 1)}

@@ -13,7 +13,7 @@ from torch import nn
 from zero_models import full_gradient
 
 from bmt_core import rank, world_size
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 STEPS = 3

@@ -11,7 +11,7 @@ from torch import nn
 from zero_models import full_gradient
 
 import bmtrain as bmt
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 WORDS, BATCH, LENGTH, STEPS = 19, 4, 5, 3
 OPTIONS = [

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import bmt_checkpoint
 import bmt_core
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Cosine
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 WORLD_SIZES = [1, 2, 4]
@@ -87,14 +88,14 @@ def train_and_save(path: str) -> torch.Tensor:
         optimizer.zero_grad()
         loss_of(model).backward()
         optimizer.step()
-    bmt_core.save(model, path)
+    bmt_checkpoint.save(model, path)
     return logits_of(model)
 
 
 def load_and_run(path: str) -> torch.Tensor:
     model = sharded_model(seed=2)
     logits_of(model)  # level 1 has its old parameters in memory now
-    bmt_core.load(model, path)
+    bmt_checkpoint.load(model, path)
     assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
     return logits_of(model)
 
@@ -128,7 +129,7 @@ def save_between_backward_and_step(path: str) -> None:
         for _ in range(2):  # accumulated
             loss_of(saved).backward()
             if saved is model:
-                bmt_core.save(saved, path)
+                bmt_checkpoint.save(saved, path)
     for one, other in zip(model.parameters(), undisturbed.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad)
@@ -142,7 +143,7 @@ def load_what_does_not_fit(path: str) -> tuple[str, bool]:
     model = sharded_model(seed=1)
     before = logits_of(model)
     with pytest.raises(CheckpointError) as caught:
-        bmt_core.load(model, path)
+        bmt_checkpoint.load(model, path)
     return str(caught.value), torch.equal(logits_of(model), before)
 
 
@@ -172,10 +173,10 @@ class ListModel(bmt_core.DistributedModule):
 
 def save_list(path: str) -> list[str]:
     model = ListModel()
-    bmt_core.save(model, path)
+    bmt_checkpoint.save(model, path)
     other = ListModel()
     assert not torch.equal(logits_of(other), logits_of(model))  # type: ignore[arg-type]
-    bmt_core.load(other, path)
+    bmt_checkpoint.load(other, path)
     assert torch.equal(logits_of(other), logits_of(model))  # type: ignore[arg-type]
     return list(torch.load(path, weights_only=True))
 
@@ -228,7 +229,7 @@ def _listed(value: Any) -> Any:
 def uninterrupted(folder: str, dtype: torch.dtype, noise: float = 0.01) -> Any:
     model, manager = make_run(dtype)
     train(model, manager, 4, noise)
-    bmt_core.save_checkpoint(folder, model, manager, step=4)
+    bmt_checkpoint.save_checkpoint(folder, model, manager, step=4)
     saved = everything(model, manager)
     return saved, train(model, manager, 4, noise), everything(model, manager)
 
@@ -236,7 +237,7 @@ def uninterrupted(folder: str, dtype: torch.dtype, noise: float = 0.01) -> Any:
 def resumed(folder: str, dtype: torch.dtype, noise: float = 0.01) -> Any:
     torch.rand(bmt_core.rank() + 1)
     model, manager = make_run(dtype)
-    assert bmt_core.load_checkpoint(folder, model, manager)["step"] == 4
+    assert bmt_checkpoint.load_checkpoint(folder, model, manager)["step"] == 4
     loaded = everything(model, manager)
     return loaded, train(model, manager, 4, noise), everything(model, manager)
 
@@ -298,7 +299,7 @@ def load_spoiled(folder: str, count: int) -> list[tuple[str, bool]]:
     for i in range(count):
         before = everything(model, manager)
         with pytest.raises(CheckpointError) as caught:
-            bmt_core.load_checkpoint(f"{folder}/{i}/step-4", model, manager)
+            bmt_checkpoint.load_checkpoint(f"{folder}/{i}/step-4", model, manager)
         results.append((str(caught.value), everything(model, manager) == before))
     return results
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 import bmt_core
-from bmt_core.checkpoint import StoredTensor, load_checkpoint, save_checkpoint
-from bmt_core.checkpoint.shared_reader import SharedReader
+from bmt_checkpoint import load_checkpoint, save_checkpoint
+from bmt_checkpoint.shared_reader import SharedReader
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
+from bmt_core.state.state_tensors import StoredTensor
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 FAULTS = Path(__file__).with_name("checkpoint_faults.py")

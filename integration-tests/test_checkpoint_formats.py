@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core.checkpoint import CheckpointFormat, CheckpointReader, load_checkpoint, save_checkpoint, wait_for_saves
-from bmt_core.checkpoint.format import Index, TensorEntry
+from bmt_checkpoint import CheckpointFormat, CheckpointReader, load_checkpoint, save_checkpoint, wait_for_saves
 from bmt_core.errors import BmtError, ConfigError, PluginError
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_core.state.index import Index, TensorEntry
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 
 
 class JsonReader(CheckpointReader):

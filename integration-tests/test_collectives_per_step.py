@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bmt_core import BlockUse, DistributedParameter, rank
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 
 # level, recompute -> what one step of one block issues; at level 3 the last two blocks, which

@@ -8,8 +8,8 @@ import pytest
 import torch
 from compile_models import CompiledGpt, Training, from_new, gpt, graphs, result
 
-from bmt_core.testing import gpu_ranks, run_ranks
 from bmt_optim import AdamOptimizer
+from bmt_testing import gpu_ranks, run_ranks
 
 STEPS, LENGTH = 6, 512
 shape = partial(gpt, 10, dtype=torch.bfloat16, width=64)

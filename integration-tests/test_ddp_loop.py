@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import bmtrain as bmt
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 WIDTH, ROWS, ACCUMULATE = 6, 32, 2
 

@@ -16,7 +16,7 @@ from random_plans import Plan, draw
 from random_trainings import Record, ShardedTraining
 
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 pytestmark = pytest.mark.gpu(2)
 INIT = {"device": "cuda"}

@@ -11,7 +11,7 @@ from test_plans import PLAN
 from torch import nn
 
 import bmt_core
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 ROOT = Path(__file__).parent.parent

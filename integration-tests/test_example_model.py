@@ -12,7 +12,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmt_core import DistributedParameter
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from evaluation import Evaluation
 from generation import generate
 from models import GPT

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 import bmtrain as bmt
 import train as example
 from bmt_core.cli import main as bmt_program
-from bmt_core.testing import RankFailure, run_ranks
+from bmt_testing import RankFailure, run_ranks
 from callbacks import CALLBACKS
 
 TRAIN = Path(example.__file__)

@@ -17,7 +17,7 @@ import tensor_parallel
 import train_gpt
 import zero_levels
 from bmt_core import ConfigError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from small_model import run
 
 

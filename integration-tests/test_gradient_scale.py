@@ -10,7 +10,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 GRIDS: dict[str, tuple[int, dict[str, int]]] = {
     "dp 2": (2, {}),

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from bmt_core import load, save
-from bmt_core.testing import run_ranks
+from bmt_checkpoint import load, save
 from bmt_pipeline import PipelineTransformerBlockList
+from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper
 
 

@@ -15,13 +15,13 @@ from tensor_trainings import text as tensor_text
 from torch import nn
 from tp_models import Net, fill, tp
 
-from bmt_core.inspect import inspect_model, inspect_tensor, record_tensor
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import train_step
+from bmt_testing import run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
+from bmtrain.inspect import inspect_model, inspect_tensor, record_tensor
+from bmtrain.loss import FusedCrossEntropy
 
 Summary = list[dict[str, Any]]
 

@@ -121,6 +121,13 @@ def test_packages_require_siblings_and_extras_that_exist() -> None:
                 assert not requirement.startswith("bmt") or problems_of(f' "{requirement}"') == [], path
 
 
+def test_a_pipeline_is_installed_with_the_package_that_makes_its_blocks() -> None:
+    plugins = ROOT.glob("packages/bmt-*/src/*/plugin.py")
+    makers = [path.parents[2].name for path in plugins if ".make_block = " in path.read_text()]
+    assert makers == ["bmt-zero"]
+    assert siblings_needed(OURS["bmt-pipeline"], set()) >= {*makers}
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -132,10 +139,16 @@ def test_packages_require_siblings_and_extras_that_exist() -> None:
         ("It needs `bmtrain[zero,optim]`.", "bmtrain is no package of ours"),
         ("`pip install bmt-core`, then `pip install bmt-expert`", "bmt-expert is no package of ours"),
         ('pip install "bmt-train[zero,expert]"', "bmt-train has no extra expert"),
-        ('pip install ./packages/bmt-core "./packages/bmtrain[expert]"', "bmt-train has no extra expert"),
+        (
+            'pip install ./packages/bmt-core ./packages/bmt-checkpoint "./packages/bmtrain[expert]"',
+            "bmt-train has no extra expert",
+        ),
         ("pip install ./packages/bmt-train", "./packages/bmt-train is no package below the root"),
         ("pip install ./packages/bmt-zero", "bmt-core is needed, and not among the paths"),
-        ('pip install ./packages/bmt-core "./packages/bmtrain[zero]"', "bmt-zero is needed, and not among the paths"),
+        (
+            'pip install ./packages/bmt-core ./packages/bmt-checkpoint "./packages/bmtrain[zero]"',
+            "bmt-zero is needed, and not among the paths",
+        ),
         ('f"pip install {package}"', "{package} is computed"),
         ("pip install requests", "requests is no package of ours"),
         ('"Install it with: pip install "', "no package is named"),

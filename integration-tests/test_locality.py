@@ -12,14 +12,15 @@ import torch
 from scratch_axes import SLICE, STAGE, grid_with
 from torch import nn
 
+import bmt_checkpoint
 import bmt_core
 from bmt_core import DistributedModule, DistributedParameter, Locality, MeshAxis, ParameterInitializer, local_along
 from bmt_core.comm import Group
 from bmt_core.errors import CheckpointError, ConfigError
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 IN, HIDDEN, WIDE, STAGES, STEPS, MAX_NORM = 3, 5, 8, 2, 3, 0.5
@@ -194,13 +195,13 @@ def saved(path: str) -> None:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(3)
-    bmt_core.save(net, path)
+    bmt_checkpoint.save(net, path)
     del optimizer
 
 
 def loaded(path: str) -> dict[str, torch.Tensor]:
     net = Net()
-    bmt_core.load(net, path)
+    bmt_checkpoint.load(net, path)
     return dict(net.state_dict())
 
 
@@ -226,8 +227,8 @@ def test_a_file_has_every_stages_layers_and_loads_into_every_grid(name: str, tmp
 def loads_what_misses(path: str) -> tuple[str, dict[str, torch.Tensor]]:
     net = Net()
     with pytest.raises(CheckpointError) as caught:
-        bmt_core.load(net, path)
-    missing, unexpected = bmt_core.load(net, path, strict=False)
+        bmt_checkpoint.load(net, path)
+    missing, unexpected = bmt_checkpoint.load(net, path, strict=False)
     assert not unexpected and missing == [name for name in ["layers.1.bias"] if name in net.state_dict()]
     return str(caught.value), dict(net.state_dict())
 
@@ -335,7 +336,7 @@ def same_names(path: str) -> str:
     net = nn.Module()
     net.layer = Block(nn.Linear(2, 2), local_axes=("stage",))
     with pytest.raises(CheckpointError) as caught:
-        bmt_core.save(net, path)
+        bmt_checkpoint.save(net, path)
     return str(caught.value)
 
 
@@ -350,7 +351,7 @@ def half_a_model(path: str) -> str:
     if rank() == 1:
         net.extra = DistributedParameter(torch.ones(4))
     with pytest.raises(CheckpointError) as caught:
-        bmt_core.save(net, path)
+        bmt_checkpoint.save(net, path)
     return str(caught.value)
 
 
@@ -384,6 +385,8 @@ def test_copies_and_pickles_keep_locality() -> None:
 
 def old_attributes() -> None:
     """BMTrain's names of where a parameter's part lies, for one that is cut along ``tp`` and one that is not."""
+    from bmtrain import DistributedParameter  # which adds the names
+
     topology = current().topology
     draw = ParameterInitializer(nn.init.ones_)
     cut = DistributedParameter(torch.empty(4, 3), init_method=draw, tp_mode=True, tp_split_dim=0)

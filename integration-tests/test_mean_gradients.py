@@ -23,9 +23,9 @@ from bmt_core.run.collectives import all_reduce
 from bmt_core.run.locality import Locality
 from bmt_core.run.runtime import current, rank
 from bmt_core.settings import ReduceDtype
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_pipeline import train_step
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 

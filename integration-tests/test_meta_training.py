@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+import bmt_checkpoint
+
 pytest.importorskip("transformers")
 
 import torch
 from hf_models import MODELS, initialized_by_hugging_face, inputs
 
-import bmt_core
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper
 
 STEPS, MAX_NORM = 4, 0.5
@@ -46,7 +47,7 @@ def trained(name: str, path: str, first: int, last: int) -> tuple[list[float], d
     manager = OptimManager()
     manager.add_optimizer(optimizer)
     if first:
-        bmt_core.load_checkpoint(path, model, manager)
+        bmt_checkpoint.load_checkpoint(path, model, manager)
     model.train()
     parts = range(runtime.rank(), 2, runtime.world_size())
     norms = []
@@ -56,7 +57,7 @@ def trained(name: str, path: str, first: int, last: int) -> tuple[list[float], d
             manager.backward(model(**inputs(step, part, 2)).loss / len(parts))
         norms.append(float(manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)))
         manager.step()
-    bmt_core.save_checkpoint(path, model, manager)
+    bmt_checkpoint.save_checkpoint(path, model, manager)
     return norms, {key: value.clone() for key, value in model.state_dict().items()}
 
 

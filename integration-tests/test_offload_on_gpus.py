@@ -9,8 +9,8 @@ import torch
 from offload_training import Layer, Training, both
 from torch import nn
 
-from bmt_core.testing import gpu_ranks, run_ranks
 from bmt_optim import AdamOffloadOptimizer, OptimManager
+from bmt_testing import gpu_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList
 
 

@@ -13,7 +13,7 @@ import bmtrain as bmt
 from bmt_core.comm import call_check, call_watch
 from bmt_core.errors import CallError
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 class Model(nn.Module):

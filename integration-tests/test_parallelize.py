@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import bmt_checkpoint
+
 pytest.importorskip("transformers")
 
 import torch
@@ -20,13 +22,13 @@ from tp_models import gradients_of
 from transformers import GPT2ForSequenceClassification
 
 import bmt_core
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_gather, all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
+from bmt_testing import run_ranks
 from bmt_tp import parallelize, plan_for, whole
 from bmt_zero import Block, BMTrainModelWrapper
+from bmtrain.loss import FusedCrossEntropy
 
 STEPS, MAX_NORM = 3, 0.5
 Record = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -53,7 +55,7 @@ def trained(name: str, files: str) -> Record:
     with torch.device("meta"):
         model = MODELS[name]().double()
     BMTrainModelWrapper(parallelize(model), init=False)
-    bmt_core.load(model, f"{files}/{name}.pt")
+    bmt_checkpoint.load(model, f"{files}/{name}.pt")
     manager, optimizer = OptimManager(), torch.optim.SGD(model.parameters(), lr=0.1)
     manager.add_optimizer(optimizer)
     losses, gradients = [], {}
@@ -65,7 +67,7 @@ def trained(name: str, files: str) -> Record:
         norm = manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
         losses += [float(all_reduce(loss.detach(), "avg")), float(norm)]
         manager.step()
-    bmt_core.save(model, f"{files}/{name} {topology.sizes}.pt")
+    bmt_checkpoint.save(model, f"{files}/{name} {topology.sizes}.pt")
     return losses, gradients, dict(model.state_dict())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("peft", "transformers")), reason="needs peft and transformers"

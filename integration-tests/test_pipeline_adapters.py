@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import bmt_core
+import bmt_checkpoint
 from bmt_core import DistributedParameter
 from bmt_core.run.collectives import broadcast
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper
 
 WORDS, WIDTH, STEPS = 11, 8, 3
@@ -111,7 +111,7 @@ def trained(form: str, file: str) -> list[float] | str:
             manager.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    bmt_core.save(model, file)
+    bmt_checkpoint.save(model, file)
     losses.append(float(loss_of(model(ids), ids + 1).detach()))
     return losses
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from bmt_core.run.runtime import current, is_initialized
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, eval_step, train_step
+from bmt_testing import run_ranks
 
 Batch = tuple[Any, Any] | None
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pipeline_calls import CASES, all_found, expected
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 # By number of ranks, all of one pipeline: the numbers of micro-batches, and the cases.
 RUNS: dict[tuple[int, int], list[str]] = {

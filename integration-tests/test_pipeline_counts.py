@@ -11,9 +11,9 @@ from pipeline_trainings import GRIDS, LENGTH, Piped, Plain, of_all_stages, text,
 from torch import nn
 
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import eval_step, train_step
+from bmt_testing import run_ranks
 
 IGNORED = -100
 

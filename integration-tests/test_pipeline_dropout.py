@@ -11,9 +11,9 @@ from zero_models import full_gradient
 
 from bmt_core import DistributedParameter
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 LAYERS, MICRO_BATCHES = 5, 4  # stages of three and of two layers

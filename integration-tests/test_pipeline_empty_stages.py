@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core.testing import run_ranks
 from bmt_pipeline import PipelineTransformerBlockList
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 

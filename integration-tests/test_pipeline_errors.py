@@ -14,9 +14,9 @@ from pipeline_trainings import Piped, loss_of, text
 from torch import nn
 
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, make_schedule, train_step
 from bmt_pipeline.pipelined_call import PipelinedCall
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 

@@ -10,8 +10,8 @@ import torch
 from pipeline_trainings import GRIDS, Piped, Plain, loss_of, text, whole_gradients
 
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_pipeline import eval_step, train_step
+from bmt_testing import run_ranks
 
 LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,9 +16,9 @@ from pipeline_trainings import Piped, loss_of, text, whole_gradients
 
 from bmt_core import DistributedParameter, RemoteError
 from bmt_core.run.runtime import current
-from bmt_core.testing import rank_pool, run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import failures, train_step
+from bmt_testing import rank_pool, run_ranks
 
 
 class Interrupt(Exception):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from pipeline_trainings import compare, expected, listed, on_grid
 
-from bmt_core.testing import run_ranks
 from bmt_pipeline import PipelineTransformerBlockList
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 # Micro-batches fewer than, as many as, and more than the stages.

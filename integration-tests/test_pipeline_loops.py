@@ -12,9 +12,9 @@ from zero_models import full_gradient
 
 from bmt_core import DistributedModule
 from bmt_core.run.runtime import current, is_initialized
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 
 WIDTH, ROWS = 4, 4
 

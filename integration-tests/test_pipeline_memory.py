@@ -13,8 +13,8 @@ from pipeline_trainings import Piped, Plain, loss_of, text
 from torch import nn
 
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_pipeline import train_step
+from bmt_testing import run_ranks
 
 LAYERS, MICRO_BATCHES = 4, 8
 

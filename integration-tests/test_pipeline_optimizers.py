@@ -10,14 +10,14 @@ import torch
 from pipeline_trainings import Plain, loss_of, mask_of, text
 from torch import nn
 
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core import DistributedParameter
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 
 LAYERS, OVERFLOW, MAX_NORM, STEPS = 5, 1, 0.2, 4
 ADAM = {"lr": 0.02, "eps": 1e-2}

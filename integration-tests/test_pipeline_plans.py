@@ -16,9 +16,9 @@ from tp_models import gradients_of
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 from bmt_tp import parallelize
 from bmt_zero import Block, BMTrainModelWrapper
 

@@ -29,9 +29,9 @@ from torch.distributed import TCPStore
 
 from bmt_core import DistributedParameter
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 
 LAYERS = 9
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {

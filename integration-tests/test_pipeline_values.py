@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from bmt_core.run.runtime import current, is_initialized
-from bmt_core.testing import run_ranks
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 
 WIDTH, ROWS = 4, 4
 

@@ -12,14 +12,14 @@ from tp_models import FEATURES, VOCABULARY, Layer, Net, fill, gradients_of, tp
 
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.errors import ConfigError
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
 from bmt_pipeline import PipelineModel, PipelineTransformerBlockList, train_step
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, VPEmbedding
 from bmt_zero import BMTrainModelWrapper
+from bmtrain.loss import FusedCrossEntropy
 
 BATCH, DTYPE = 4, torch.float64
 

@@ -21,7 +21,7 @@ from bmt_core.comm import Group
 from bmt_core.errors import BmtError, ConfigError, PluginError
 from bmt_core.ops import OPERATIONS, KernelProvider, reference
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_core.testing import Outcome, rank_pool, run_ranks
+from bmt_testing import Outcome, rank_pool, run_ranks
 
 TIME_LIMIT = 60.0
 STEPS = 5

@@ -15,15 +15,15 @@ from torch import nn
 import bmt_core
 from bmt_core import DistributedModule, Locality, set_locality
 from bmt_core.errors import ConfigError
-from bmt_core.loss import FusedCrossEntropy
-from bmt_core.nn import Linear
 from bmt_core.run.collectives import all_reduce
 from bmt_core.run.runtime import current, rank
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding, allow_equal_rows, parallel_linear, parallelize
 from bmt_tp import whole as declared_whole
 from bmt_zero import Block, BMTrainModelWrapper
+from bmtrain.loss import FusedCrossEntropy
+from bmtrain.nn import Linear
 
 TP = {"tp_size": 2}
 GRIDS = [(2, TP), (4, TP), (4, {"tp_size": 4})]

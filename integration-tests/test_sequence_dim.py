@@ -13,12 +13,12 @@ from torch.nn import functional as F
 import bmt_core
 from bmt_core import DistributedModule, DistributedParameter
 from bmt_core.errors import ConfigError
-from bmt_core.loss import FusedCrossEntropy
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import OptimManager
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, OpParallelLinear, ReduceType, RowParallelLinear, VPEmbedding
 from bmt_zero import Block
+from bmtrain.loss import FusedCrossEntropy
 
 WORDS, FEATURES, HEADS, SEQUENCE, STEPS = 12, 8, 4, 8, 3
 Record = dict[str, torch.Tensor]

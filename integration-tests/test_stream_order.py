@@ -15,7 +15,7 @@ from torch import nn
 
 from bmt_core.run.lanes import Lane
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 INIT = {"comm_backend": PrivateBackend}

@@ -14,11 +14,12 @@ from tensor_trainings import SEQUENCE, SETTINGS, Record, check, hundred_steps, s
 from torch import nn
 from tp_models import Net, fill, tp
 
+import bmt_checkpoint
 import bmt_core
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
 from bmt_zero.gradient_ledger import FlatGradients
@@ -127,7 +128,7 @@ def trained_and_saved(path: str) -> dict[str, torch.Tensor]:
     manager = OptimManager()
     manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1, **SETTINGS["adam"]))
     step(model, manager)
-    bmt_core.save(model, path)
+    bmt_checkpoint.save(model, path)
     state = manager.state_dict(gather_opt=True)
     if bmt_core.rank() == 0:
         torch.save(state, f"{path}.optim")
@@ -137,7 +138,7 @@ def trained_and_saved(path: str) -> dict[str, torch.Tensor]:
 
 def loaded_and_trained(path: str) -> dict[str, torch.Tensor]:
     model = Net(torch.float32, wrap=Block)
-    bmt_core.load(model, path)
+    bmt_checkpoint.load(model, path)
     manager = OptimManager()
     manager.add_optimizer(AdamOptimizer(model.parameters(), lr=0.1, **SETTINGS["adam"]))
     manager.load_state_dict(torch.load(f"{path}.optim", weights_only=True))

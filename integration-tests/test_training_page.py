@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 BEGINNING, SAVING, MOVING, AVERAGING, AUTOCAST, SCHEDULERS = re.findall(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bmtrain as bmt
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 class Layer(nn.Module):

@@ -73,7 +73,7 @@ def _requirements(text: str) -> str:
     start = text.find("dependencies = [")
     if start < 0:
         return ""
-    end = re.compile(r"^\[(?!project\.optional-dependencies)", re.MULTILINE).search(text, start)
+    end = re.compile(r"^\[(?!project\.optional-dependencies|dependency-groups)", re.MULTILINE).search(text, start)
     return text[start : end.start() if end else None]
 
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Test packages alone: each in a bare virtual environment that holds its declared dependencies and nothing else of ours.
 
-What a package uses without declaring it fails here. Then the facade is added, and must name the package that provides
-each name which cannot be had. The wheels are built as users build them: pip makes an environment with what the package
-declares for its build, and takes the CMake and ninja of the machine where they are new enough.
+The tests are given ``bmt-testing``, too, and what the package lists as ``test`` in its ``[dependency-groups]``: further
+packages of ours that the tests use and the package does not. What a package uses without declaring it fails here. Then
+the facade is added, and must name the package that provides each name which cannot be had. The wheels are built as users
+build them: pip makes an environment with what the package declares for its build, and takes the CMake and ninja of the
+machine where they are new enough.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import dev
 
 TEST_REQUIREMENTS = ("pytest", "hypothesis")
+TEST_KIT = "bmt-testing"
 
 CHECK_FACADE = """
 import importlib, importlib.util, sys
@@ -64,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             constraints = Path(temporary, "oldest.txt")
             constraints.write_text("\n".join(oldest_versions(known.values())))
             print(constraints.read_text())
-        needed = {sibling for name in names for sibling in [*siblings_of(known[name]), "bmt-train"]}
+        needed = {sibling for name in names for sibling in [*installed_to_test(known[name]), "bmt-train"]}
         sources = [directory for directory in known.values() if project_of(directory)["name"] in needed]
         builder = new_environment(Path(temporary, "builder"))
         command = [
@@ -97,7 +100,7 @@ def check_package(package: Path, wheels: Path, directory: Path, constraints_file
     print(f"\n== {package.name}", flush=True)
     python = new_environment(directory / "venv")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    ours = [str(wheel_of(name, wheels)) for name in siblings_of(package)]
+    ours = [str(wheel_of(name, wheels)) for name in installed_to_test(package)]
     constraints = ["--constraint", str(constraints_file)]
     tests = ["-c", str(dev.ROOT / "pyproject.toml"), "--rootdir", str(dev.ROOT), "-p", "no:cacheprovider", "-q"]
     steps = {
@@ -144,14 +147,29 @@ def project_of(package: Path) -> dict[str, Any]:
     return project
 
 
+def installed_to_test(package: Path) -> list[str]:
+    """Return the names of our packages that the tests of ``package`` run with, itself first."""
+    groups = tomllib.loads((package / "pyproject.toml").read_text()).get("dependency-groups", {})
+    names = siblings_of(package)
+    for requirement in [TEST_KIT, *groups.get("test", [])]:
+        sibling = directories_by_name()[requirement.partition("==")[0]]
+        names += [name for name in siblings_of(sibling) if name not in names]
+    return names
+
+
+def directories_by_name() -> dict[str, Path]:
+    """Return the directories of our packages by the names of the projects, of which one has another name than its directory."""
+    return {project_of(directory)["name"]: directory for directory in dev.package_directories()}
+
+
 def siblings_of(package: Path) -> list[str]:
     """Return the names of ``package`` itself and of the packages of ours that it requires, and those require."""
     project = project_of(package)
     names = [project["name"]]
     for requirement in project["dependencies"]:
         match = re.match(r"[A-Za-z0-9-]+", requirement)
-        sibling = package.parent / (match[0] if match else requirement)
-        if sibling.is_dir():
+        sibling = directories_by_name().get(match[0] if match else requirement)
+        if sibling is not None:
             names += [name for name in siblings_of(sibling) if name not in names]
     return names
 

@@ -21,7 +21,7 @@ from tests_read import Uses, read_uses
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "names.md"
-PACKAGES = ("bmt_core", "bmt_zero", "bmt_optim", "bmt_pipeline", "bmt_tp", "bmt_hf")
+PACKAGES = ("bmt_core", "bmt_checkpoint", "bmt_zero", "bmt_optim", "bmt_pipeline", "bmt_tp", "bmt_hf", "bmt_testing")
 OLD_PATHS_TEST = "packages/bmtrain/tests/test_facade.py::test_old_paths_have_the_names_of_the_packages"
 # What packages of bmt call on each other's objects, documented where it is defined; users call none of it.
 SEAMS = {

@@ -11,7 +11,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-OURS = ("bmt_core", "bmt_hf", "bmt_kernels", "bmt_optim", "bmt_pipeline", "bmt_tp", "bmt_zero", "bmtrain")
+OURS = (
+    "bmt_checkpoint",
+    "bmt_core",
+    "bmt_hf",
+    "bmt_kernels",
+    "bmt_optim",
+    "bmt_pipeline",
+    "bmt_testing",
+    "bmt_tp",
+    "bmt_zero",
+    "bmtrain",
+)
 
 
 @dataclass

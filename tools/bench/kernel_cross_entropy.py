@@ -92,5 +92,5 @@ def _peers(device: torch.device) -> Iterator[tuple[str, Loss]]:
 
 
 def _fused(device: torch.device) -> Loss:
-    loss: Any = import_module("bmt_core.loss").FusedCrossEntropy()
+    loss: Any = import_module("bmtrain.loss").FusedCrossEntropy()
     return loss  # type: ignore[no-any-return]

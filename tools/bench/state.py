@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bmt_core
-from bmt_core.checkpoint import load, save, wait_for_saves
+from bmt_checkpoint import load, save, wait_for_saves
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.run.runtime import current
 from bmt_zero import Block

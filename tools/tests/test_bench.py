@@ -23,7 +23,7 @@ from bench.run import measure_all
 from bench.table import format_tables, main
 from bench.toolkits import TOOLKITS
 from bench.training import Training, make_batch
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 TOOLS = Path(__file__).parents[1]
 CPU = torch.device("cpu")

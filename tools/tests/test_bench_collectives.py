@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.collectives import OPERATIONS, main
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 def test_every_operation_runs_on_two_ranks(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from bench.models import SIZES
 from bench.pipeline import Figures, bubble_in_theory, format_table
 from bench.pipelines import ALONE, VARIANTS, Setting
 from bench.training import make_batch, token_loss
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 def measured(tmp_path: Path, options: str, variants: str, codes: list[int]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bench.state import main
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 def test_every_case_runs_on_two_ranks(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from bench.sequence_first import sequence_first
 from bench.tp_block import Reference, disagreement, format_table
 from bench.tp_blocks import BmtBlocks, DTensorBlocks, LocalBlock
 from bench.training import token_loss
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 TINY = SIZES["tiny"]
 CPU = torch.device("cpu")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import bmt_checkpoint
 import bmt_core
 from names_page import OLD_PATHS_TEST, PAGE, ROOT, Name, chosen_test, listed_tests, page, public_names
 from tests_read import Uses, _read_file, read_uses
@@ -56,10 +57,12 @@ def test_what_a_test_uses_is_found_through_helpers_and_other_paths() -> None:
     found = Uses(definitions)  # type: ignore[arg-type]
     test = "tests/test_some.py::test_uses_some"
     assert [*found.used_by] == [test] and str(Path(test).parent) == "tests"
-    for value in (bmt_core.DistributedModule, bmt_core.load):
+    for value in (bmt_core.DistributedModule, bmt_checkpoint.load):
         assert found.tests_of(value) == [test]
     assert (
-        found.tests_of(bmt_core.load, "strict") == found.tests_of(bmt_core.DistributedParameter, "gather_all") == [test]
+        found.tests_of(bmt_checkpoint.load, "strict")
+        == found.tests_of(bmt_core.DistributedParameter, "gather_all")
+        == [test]
     )
-    assert found.tests_of(bmt_core.sum_loss) == [] and found.tests_of(bmt_core.load, "keep") == []
+    assert found.tests_of(bmt_core.sum_loss) == [] and found.tests_of(bmt_checkpoint.load, "keep") == []
     assert chosen_test(Name(("bmt.sum_loss",), bmt_core.sum_loss), found, test) is None

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from packaging.specifiers import SpecifierSet
 
-from bmt_core.testing import RankPool
+from bmt_testing import RankPool
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -1,4 +1,4 @@
-"""Core, zero and optim know axes of the rank grid as data: one file alone knows those that BMTrain has."""
+"""Core, zero and optim know axes of the rank grid as data: one file alone knows the two that BMTrain has."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_no_other_file_names_the_axes_of_tensor_parallelism_and_pipelines() -> N
         for path in (PACKAGES / package / "src").rglob("*.py")
     }
     found = {file: set(WORD.findall(text)) for file, text in sources.items()}
-    assert found.pop(THE_FILE) >= {'"tp"', '"pp"', "_tp_mode", "tp_zero_id"}
+    assert found.pop(THE_FILE) >= {'"tp"', '"pp"', "tp_size", "tp_mode", "tp_split_dim"}
     assert {file: words for file, words in found.items() if words} == ARGUMENTS

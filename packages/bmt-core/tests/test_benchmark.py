@@ -12,7 +12,7 @@ from bmt_core.benchmark import Measurement, sizes_up_to
 from bmt_core.comm import Group, SingleGroup, Work
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 class CountingGroup(Group):

@@ -23,7 +23,7 @@ from bmt_core.comm.rank_states import Call, RankState, missing_ranks, ring_of_wa
 from bmt_core.errors import CallError
 from bmt_core.run import collectives as distributed
 from bmt_core.run import runtime
-from bmt_core.testing import rank_pool
+from bmt_testing import rank_pool
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from bmt_core.cli.bench import parse_bytes
 from bmt_core.cli.environment import Finding, Machine, examine_environment
 from bmt_core.core_plugin import bmt_cli_commands
 from bmt_core.packages import Package
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Bmt = Callable[..., Result]
@@ -35,9 +35,15 @@ def fail():
 @click.command()
 def doctor():
     click.echo("impostor")
+@click.group()
+def papers():
+    pass
+@papers.command()
+def inspect():
+    pass
 @hookimpl
 def bmt_cli_commands():
-    return [greet, fail, doctor]
+    return [greet, fail, doctor, papers]
 """
 
 AXES = """
@@ -70,7 +76,7 @@ def bmt(monkeypatch: pytest.MonkeyPatch) -> Bmt:
 
 def test_core_announces_its_commands_by_hook() -> None:
     assert bmt_cli_commands() == COMMANDS
-    assert sorted(command.name or "" for command in COMMANDS) == ["bench", "checkpoint", "doctor", "plugins"]
+    assert sorted(command.name or "" for command in COMMANDS) == ["bench", "doctor", "plugins"]
 
 
 def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> None:
@@ -79,10 +85,10 @@ def test_help_lists_commands_of_core_and_plugins(bmt: Bmt, install: Install) -> 
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.output.split("Commands:\n")[1].splitlines()[:6]] == [
         "bench",
-        "checkpoint",
         "doctor",
         "fail",
         "greet",
+        "papers",
         "plugins",
     ]
 
@@ -109,15 +115,22 @@ def test_plugin_cannot_replace_a_command_of_core(bmt: Bmt, install: Install) -> 
 def test_unknown_command_gets_the_nearest(bmt: Bmt) -> None:
     result = bmt("docter")
     assert result.exit_code == 2
-    assert (
-        "No command is named 'docter'. Did you mean 'doctor'? Known: bench, checkpoint, doctor, plugins."
-        in result.output
-    )
+    assert "No command is named 'docter'. Did you mean 'doctor'? Known: bench, doctor, plugins." in result.output
 
 
-def test_a_command_of_a_group_that_is_called_without_the_group_is_named(bmt: Bmt) -> None:
-    assert "No command is named 'inspect'" in (output := bmt("inspect", "model.pt").output)
-    assert "Did you mean 'bmt checkpoint inspect'?" in output
+def test_a_command_of_a_group_that_is_called_without_the_group_is_named(bmt: Bmt, install: Install) -> None:
+    install("greeter", COMMAND)
+    assert "No command is named 'inspect'" in (output := bmt("inspect", "me", plugins=("greeter",)).output)
+    assert "Did you mean 'bmt papers inspect'?" in output
+
+
+def test_command_of_a_missing_package_is_answered_with_how_to_install_it(
+    bmt: Bmt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bmt_core.packages.importlib.util.find_spec", lambda name: None)
+    result = bmt("checkpoint", "inspect", "model.pt")
+    assert result.exit_code == 2
+    assert "'checkpoint' is provided by bmt-checkpoint, which is not installed. Install it with: pip" in result.output
 
 
 def test_broken_plugin_is_hinted_at_where_its_command_is_missed(bmt: Bmt, install: Install) -> None:
@@ -137,7 +150,7 @@ def test_version_is_that_of_the_distribution(bmt: Bmt) -> None:
 def test_plugins_lists_version_hooks_and_names(bmt: Bmt) -> None:
     result = bmt("plugins")
     assert result.exit_code == 0
-    for text in ("bmt-core", "bmt_comm_backends", "comm backend: torch", "command: bench, checkpoint, doctor, plugins"):
+    for text in ("bmt-core", "bmt_comm_backends", "comm backend: torch", "command: bench, doctor, plugins"):
         assert text in result.output
 
 

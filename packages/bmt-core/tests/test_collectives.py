@@ -16,7 +16,7 @@ from bmt_core.comm.torch_backend import TorchGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.run import collectives as distributed
 from bmt_core.run.runtime import current
-from bmt_core.testing import gpu_ranks, run_ranks
+from bmt_testing import gpu_ranks, run_ranks
 
 WORLD_SIZES = [1, 2, 4]
 OPS = ["sum", "avg", "max", "min", "prod"]

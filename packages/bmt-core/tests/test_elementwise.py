@@ -9,7 +9,7 @@ import torch
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 class OwnLBFGS(torch.optim.LBFGS):

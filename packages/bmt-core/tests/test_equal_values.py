@@ -12,7 +12,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.run.equal_values import check_equal_values, sum_of_bits
 from bmt_core.run.runtime import current, rank
 from bmt_core.run.same_data import fingerprint
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 Named = list[tuple[str, torch.Tensor]]
 

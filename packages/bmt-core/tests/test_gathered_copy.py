@@ -11,7 +11,7 @@ from scratch_axes import SLICE, grid_with
 from torch import nn
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter, Locality
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 ROWS = torch.arange(21.0).view(7, 3)
 

@@ -15,7 +15,7 @@ import torch
 
 from bmt_core.errors import NotInitializedError
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 def threads_of_gloo() -> set[str]:

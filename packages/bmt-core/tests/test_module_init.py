@@ -19,7 +19,7 @@ from bmt_core.params.uninitialized import has_values
 from bmt_core.run import runtime
 from bmt_core.run.locality import Locality
 from bmt_core.settings import MeshAxis
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 Made = Callable[[torch.Tensor], nn.Parameter]
 NORMAL = ParameterInitializer(nn.init.normal_, std=0.5)

@@ -12,7 +12,7 @@ from bmt_core import DistributedModule, DistributedParameter
 from bmt_core.modules.distributed_module import extend
 from bmt_core.params.owner import owner_of
 from bmt_core.run.runtime import rank, world_size
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 class Model(nn.Module):

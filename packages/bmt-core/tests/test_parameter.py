@@ -18,7 +18,7 @@ from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.locality import Locality
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 SHAPES: list[tuple[int, ...]] = [(5, 3), (1,), (2, 2, 2), (0, 4), (), (7,)]
 
@@ -273,14 +273,14 @@ def wholes() -> list[Any]:
     assert (
         parameter.is_sharded and not DistributedParameter(data, group=runtime.current().topology.group(())).is_sharded
     )
-    assert parameter.tp_gather().equal(data) and parameter.gather_all().equal(data)
+    assert parameter.gather_all().equal(data)
     assert parameter.own_slice(data) is data  # of which the part is sharded
     with pytest.raises(ValueError, match=r"Expected a tensor of shape \(5, 3\), not \(3, 5\)"):
         parameter.own_slice(data.t())
     own, ranges = parameter.saved_elements()
     assert parameter.detach()[own].equal(torch.cat([data.flatten()[start:end] for start, end in ranges]))
     on_1 = parameter.gather_on(1)
-    return [on_1 is not None and on_1.equal(data), parameter._start_partition, parameter._end_partition]
+    return [on_1 is not None and on_1.equal(data), parameter._shard.start, parameter._shard.end]
 
 
 def test_a_parameter_is_gathered_on_all_ranks_or_on_one() -> None:
@@ -293,18 +293,6 @@ def test_sections_of_a_dim_are_cut_each_by_itself() -> None:
     assert [part.tolist() for part in slices] == [[0, 1, 4], [2, 3, 5]]
     assert place.join(slices).equal(whole)
     assert [place.ranges((6,), rank, 2) for rank in range(2)] == [[(0, 2), (4, 5)], [(2, 4), (5, 6)]]
-
-
-def copied_data() -> list[float]:
-    parameter = DistributedParameter(torch.zeros(5, 3))
-    version = parameter._version
-    parameter._copy_data(torch.arange(15.0).view(5, 3))
-    assert parameter._version > version
-    return parameter.gather().flatten().tolist()  # type: ignore[no-any-return]
-
-
-def test_copy_data_takes_the_whole_tensor() -> None:
-    assert run_ranks(copied_data, 2) == [list(range(15))] * 2
 
 
 def forms() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter, whole_parameters
 from bmt_core.run.runtime import world_size
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 class Layer(DistributedModule):

@@ -30,7 +30,7 @@ after = (
 assert before == after
 assert not torch.distributed.is_initialized()
 assert not torch.cuda.is_initialized()
-heavy = {"rich", "pytest", "torch._dynamo", "torch._inductor", "bmt_core.testing", "bmt_core.cli", "bmt_zero", "bmt_optim"}
+heavy = {"rich", "pytest", "torch._dynamo", "torch._inductor", "bmt_testing", "bmt_core.cli", "bmt_zero", "bmt_optim"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert bmt_core.is_initialized() is False and bmt_core.rank() == 0 and bmt_core.world_size() == 1
 """

@@ -15,7 +15,7 @@ from bmt_core.errors import ConfigError, NotInitializedError, RemoteError
 from bmt_core.plugins.hookspecs import hookimpl
 from bmt_core.run import runtime
 from bmt_core.settings import MeshAxis, RunSettings
-from bmt_core.testing import rank_pool, run_ranks
+from bmt_testing import rank_pool, run_ranks
 
 
 def test_before_init_questions_have_answers_and_work_an_error() -> None:

@@ -15,7 +15,7 @@ from bmt_core.errors import CallError, ConfigError, NotInitializedError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology, grid_sizes
 from bmt_core.settings import MeshAxis
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 TENSOR = MeshAxis("tp", 2, 100, shards_data=False)
 AXES = ("pp", "dp", "tp")
@@ -58,30 +58,16 @@ def test_every_grid_up_to_64_ranks_gives_each_rank_its_coordinates() -> None:
 
 
 @given(st.sampled_from(GRIDS), st.integers(0, 63))
-def test_old_attributes_follow_their_formulas(grid: tuple[int, int, int], rank: int) -> None:
+def test_ranks_that_share_data_and_only_they_share_a_data_rank(grid: tuple[int, int, int], rank: int) -> None:
     pp, dp, tp = grid
     world = pp * dp * tp
     rank %= world
     t = Topology(dict(zip(AXES, grid, strict=True)), rank, same_data={"tp"})
-    stage = world // pp
-    assert (t.stages, t.pipe_idx, t.stage_id) == (pp, rank % stage, rank // stage)
-    assert (t.tp_id, t.tp_idx) == (rank % tp, rank // tp)
-    assert (t.pp_zero_idx, t.pp_zero_id, t.tp_zero_idx, t.tp_zero_id) == (t.stage_id, t.pipe_idx, t.tp_id, t.tp_idx)
-    assert (t.pp_tp_zero_idx, t.pp_tp_zero_id) == (t.stage_id * tp + t.tp_id, t.pipe_idx // tp)
-    assert (t.zero_idx, t.zero_id, t.data_size) == (0, rank, world // tp)
+    assert t.data_size == world // tp
     assert t.has_other_axes == (pp * tp > 1)
-    names = ("pipe", "zero", "tp_zero", "tp")
-    assert [t.get_group_id(n) for n in names] == [t.pipe_idx, 0, t.tp_zero_idx, t.tp_idx]
-    assert [t.get_group_rank(n) for n in names] == [t.stage_id, rank, t.tp_zero_id, t.tp_id]
-    # Ranks that share data, and only they, share a data rank.
     others = [Topology(t.sizes, r, same_data={"tp"}).data_rank for r in range(world)]
     assert sorted(set(others)) == list(range(world // tp))
     assert others[rank] == t.data_rank == rank // tp
-
-
-def test_unknown_group_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"No group is named 'dp'. Known: pipe, tp, tp_zero, zero"):
-        Topology({"dp": 2}).get_group_id("dp")
 
 
 def test_a_world_that_the_grid_does_not_divide_is_refused_with_the_numbers() -> None:

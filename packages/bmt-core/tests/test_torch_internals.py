@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import bmt_core
 from bmt_core import torch_internals as internals
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 PRIVATE = re.compile(
     r"torch\._C\.|torch\._(?!foreach_|_)\w+|\._cdata|_execution_engine|_backward_hooks|_make_subclass|_foreach_supported_types"

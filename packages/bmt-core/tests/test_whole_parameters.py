@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter, whole_parameters
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 class Layer(DistributedModule):

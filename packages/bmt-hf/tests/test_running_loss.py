@@ -11,8 +11,8 @@ pytest.importorskip("transformers")
 import torch
 
 import bmt_core
-from bmt_core.testing import run_ranks
 from bmt_hf.running_loss import RunningLoss
+from bmt_testing import run_ranks
 
 LOSSES = [2.0, math.nan, 4.0, math.inf, 1.0, 3.0]
 

@@ -33,8 +33,8 @@ from trainer_runs import (
 import bmt_core
 import bmt_hf
 from bmt_core.errors import ConfigError
-from bmt_core.testing import run_ranks
 from bmt_optim import AdamW, param_groups
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 # --- models ---

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from trainer_runs import accelerate_forgets, assert_same_training, bmt_trainer, model_of, trained, trained_plainly
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
 

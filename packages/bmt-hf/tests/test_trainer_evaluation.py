@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from trainer_runs import accelerate_forgets, bmt_trainer, plain_trainer, rows, without_times
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 SIZES = {"twelve": 12, "thirteen": 13, "three": 3}
 

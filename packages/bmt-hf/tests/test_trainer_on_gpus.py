@@ -16,7 +16,7 @@ import torch
 from test_trainer_resuming import DROPOUT, OPTIONS, assert_went_on, trained_and_resumed
 from trainer_runs import accelerate_forgets, bmt_trainer, model_of, trained_by_bmt, trained_plainly
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 GPT2 = functools.partial(model_of, "gpt2")
 ON_GPU = {"use_cpu": False, "model": GPT2, "gradient_accumulation_steps": 2}

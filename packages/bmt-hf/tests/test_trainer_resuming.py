@@ -16,7 +16,7 @@ from transformers import EarlyStoppingCallback
 
 import bmt_hf
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 DROPOUT = functools.partial(model_of, "gpt2", resid_pdrop=0.1, embd_pdrop=0.1)
 # 12 batches of an epoch, 6 updates: checkpoints in both epochs, and between them.

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Tokenizer, models
 from trainer_runs import accelerate_forgets, bmt_trainer, model_of, plain_trainer, trained, trained_by_bmt, whole_state
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 BEST = {
     "max_steps": 6,

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import torch
 from trainer_runs import assert_same_training, model_of, trained_by_bmt, trained_plainly
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 

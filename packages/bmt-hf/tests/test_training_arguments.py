@@ -20,8 +20,8 @@ from trainer_runs import accelerate_forgets
 import bmt_core
 import bmt_hf
 from bmt_core.errors import ConfigError
-from bmt_core.testing import run_ranks
 from bmt_hf.argument_tables import DONE_BY_BMT, KEPT, REFUSED, check_no_refused
+from bmt_testing import run_ranks
 
 ROOT = Path(__file__).parents[3]
 

@@ -15,7 +15,7 @@ import transformers
 from accelerate import Accelerator
 from trainer_runs import accelerate_forgets, bmt_trainer
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 
 def logged_tokens(folder: str) -> Any:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bmt_core.loss import FusedCrossEntropy, cross_entropy
 from bmt_core.ops import Kernels, reference
 from bmt_kernels import cross_entropy_backward_, row_max, softmax_, sum_exp
 from bmt_kernels.cross_entropy import write_gradient
 from bmt_kernels.provider import CompiledKernels
+from bmtrain import _cross_entropy
+from bmtrain.loss import FusedCrossEntropy
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (3, 2), (5, 17), (4, 33), (2, 1000), (3, 2049), (2, 40003)]
@@ -207,7 +208,7 @@ def test_fused_cross_entropy_with_these_kernels_equals_torch(
     dtype: torch.dtype,
     label_smoothing: float,
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "kernels_for", lambda _: Kernels(kernels))
+    monkeypatch.setattr(_cross_entropy, "kernels_for", lambda _: Kernels(kernels))
     logits, target, weight = data(60, 333, dtype, device)
     target = target.clamp(0, 332)
     target[::7] = -100

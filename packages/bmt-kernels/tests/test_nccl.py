@@ -13,11 +13,11 @@ from nccl_fakes import compiled, native
 from bmt_core.comm.protocols import REDUCE_OPS, Group
 from bmt_core.plugins import Registry
 from bmt_core.run.runtime import current
-from bmt_core.testing import rank_pool, run_ranks
 from bmt_kernels import plugin
 from bmt_kernels.nccl import NcclBackend, NcclError, NcclGroup
 from bmt_kernels.nccl.arguments import check_apart, check_same_dtype, check_widening, reduction
 from bmt_kernels.nccl.backend import shared_unique_id
+from bmt_testing import rank_pool, run_ranks
 
 # Memory that is neither the device's nor the host's, and can be had everywhere.
 META = torch.device("meta")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from bmt_core.comm import LazyGroup, TorchGroup, all_gather_object, broadcast_object
 from bmt_core.comm.protocols import REDUCE_OPS, Group, ReduceOp
 from bmt_core.run.runtime import current, synchronize
-from bmt_core.testing import RankPool, gpu_ranks, run_ranks
 from bmt_kernels.nccl import NcclError, NcclGroup
+from bmt_testing import RankPool, gpu_ranks, run_ranks
 
 RANKS = 4 if gpu_ranks() >= 4 else 2
 pytestmark = pytest.mark.gpu(2)

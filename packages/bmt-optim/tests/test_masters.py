@@ -16,7 +16,7 @@ import torch
 from offloaded import Offload
 from sharded_adam import bits, give_gradients, is_half, masters, masters_of_shards, parameters
 
-from bmt_core.checkpoint import load
+from bmt_checkpoint import load
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.parameter import DistributedParameter

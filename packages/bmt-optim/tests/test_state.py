@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
@@ -557,7 +557,7 @@ def _tensor_parallel() -> tuple[Any, torch.Tensor]:
     run = runtime.current()
     run.topology = Topology({"data": 2, "tp": 2}, run.rank, run.backend)
     whole = torch.arange(24.0).view(4, 6)
-    weight = DistributedParameter(whole.chunk(2, dim=1)[run.topology.tp_id], tp_mode=True, tp_split_dim=1)
+    weight = DistributedParameter(whole.chunk(2, dim=1)[run.topology.axis_rank("tp")], tp_mode=True, tp_split_dim=1)
     manager = OptimManager()
     optimizer = AdamOptimizer([weight])
     manager.add_optimizer(optimizer)

@@ -12,8 +12,8 @@ import torch
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_core.testing import rank_pool
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_testing import rank_pool
 
 
 class Momentum(torch.optim.Optimizer):

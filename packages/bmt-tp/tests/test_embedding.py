@@ -8,7 +8,7 @@ from torch import nn
 from tp_models import drawn, gradients_of, own_columns, own_rows, tp
 
 from bmt_core.errors import ConfigError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_tp import VPEmbedding
 
 VOCABULARY, FEATURES, LENGTH, BATCH = 12, 5, 8, 3

@@ -14,7 +14,7 @@ from tp_models import drawn, own_columns, own_rows, tp
 
 from bmt_core.errors import BmtError, ConfigError
 from bmt_core.run.collectives import all_reduce
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_tp import (
     ColumnParallelLinear,
     OpParallelLinear,

@@ -13,7 +13,7 @@ from tp_models import drawn, own_rows
 from bmt_core import DistributedParameter
 from bmt_core.errors import ConfigError
 from bmt_core.run.collectives import all_reduce
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_tp import Column, Head, PerPosition, Plan, Row, VocabularyEmbedding, Whole, parallelize
 from bmt_tp.plans.matching import match
 from bmt_tp.plans.styles import OWN_ROWS

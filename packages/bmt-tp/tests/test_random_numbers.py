@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bmt_core import DistributedModule
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_tp import own_random_numbers
 
 

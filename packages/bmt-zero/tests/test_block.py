@@ -19,7 +19,7 @@ from bmt_core.modules.block_use import Scheduled
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, CheckpointBlock, gathered_memory
 
 Pair = namedtuple("Pair", "left right")

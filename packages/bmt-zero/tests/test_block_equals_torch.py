@@ -8,7 +8,7 @@ import pytest
 import torch
 from zero_models import adam, plain, sharded
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 
 MIXED = (0, 3, 1)
 ON_GPUS = [pytest.param(size, marks=pytest.mark.gpu(size)) for size in (1, 2, 4)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from zero_models import Layer
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, TransformerBlockList
 
 

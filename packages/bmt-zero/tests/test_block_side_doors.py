@@ -15,7 +15,7 @@ from zero_models import full_gradient
 
 from bmt_core.errors import BmtError, ConfigError
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 from bmt_zero.unsharded_buffer import gathered_memory
 

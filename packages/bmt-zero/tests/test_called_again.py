@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_models import Product, full_gradient
 
 from bmt_core.run.runtime import rank
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, no_sync
 
 WIDTH = 6

@@ -10,7 +10,7 @@ import pytest
 import torch
 from compile_models import WIDTH, CompiledGpt, Layer, Training, from_new, gpt, graphs, result
 
-from bmt_core.testing import gpu_ranks, run_ranks
+from bmt_testing import gpu_ranks, run_ranks
 from bmt_zero import Block
 
 STEPS = 3

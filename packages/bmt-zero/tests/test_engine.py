@@ -19,7 +19,7 @@ from bmt_core import DistributedModule, DistributedParameter, RemoteError
 from bmt_core.params.owner import owner_of
 from bmt_core.run.lanes import Mark
 from bmt_core.run.runtime import current
-from bmt_core.testing import gpu_ranks, run_ranks
+from bmt_testing import gpu_ranks, run_ranks
 from bmt_zero import Block, TransformerBlockList, no_sync
 from bmt_zero.block_call import _EndOfPass
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core.checkpoint import save, save_checkpoint
+from bmt_checkpoint import save, save_checkpoint
 from bmt_core.comm import all_gather_object
 from bmt_core.errors import BmtError, CheckpointError, ConfigError
 from bmt_core.plugins.hookspecs import hookimpl

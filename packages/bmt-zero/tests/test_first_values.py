@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+import bmt_checkpoint
 import bmt_core
 from bmt_core import DistributedModule, DistributedParameter, init_parameters, rank
 from bmt_core.errors import ConfigError
-from bmt_core.nn import Linear
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
+from bmtrain.nn import Linear
 
 
 class Model(nn.Module):
@@ -201,7 +202,7 @@ def set_before_the_first_call(path: str) -> None:
     x = torch.ones(2, 4)
     for seed in (bmt_core.rank() + 1, 5):
         loaded = BMTrainModelWrapper(made(seed))
-        bmt_core.load(loaded, path)
+        bmt_checkpoint.load(loaded, path)
         loaded(x)
         filled = BMTrainModelWrapper(made(seed))
         for state in (made(seed), made()):
@@ -209,7 +210,7 @@ def set_before_the_first_call(path: str) -> None:
         filled(x)
         reloaded = BMTrainModelWrapper(made(seed))
         reloaded.load_state_dict(made(seed).state_dict())
-        bmt_core.load(reloaded, path)
+        bmt_checkpoint.load(reloaded, path)
         reloaded(x)
         torch.manual_seed(5)
         drawn = Linear(4, 3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from memory_models import grown, objects_left, objects_of_ours_left, steps_without_synchronising, transient
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import GatheredMemory
 
 # Activations, and on CUDA the rounding of the allocator.

@@ -13,7 +13,7 @@ from zero_models import full_gradient
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, no_sync
 
 

@@ -35,10 +35,9 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from bmt_core import load, load_checkpoint, save, save_checkpoint, wait_for_saves
-from bmt_core.checkpoint import hub_names
+from bmt_checkpoint import hub_names, load, load_checkpoint, save, save_checkpoint, wait_for_saves
 from bmt_core.errors import CheckpointError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import BMTrainModelWrapper
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -25,10 +25,10 @@ from torch import nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 
 import bmt_core
-from bmt_core import load, save
+from bmt_checkpoint import load, save
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 from bmt_zero.key_value_caches import with_own_caches
 

@@ -11,13 +11,13 @@ from meta_models import Layer, MemoryMeter, Model, Scale, kept_bytes, whole_byte
 from torch import nn
 from zero_models import adam, batch, loss_of, my_part, train
 
-from bmt_core import load, save
+from bmt_checkpoint import load, save
 from bmt_core.errors import ConfigError
 from bmt_core.init.parameter_init import ParameterInitializer, init_parameters
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList
 
 

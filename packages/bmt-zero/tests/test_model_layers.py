@@ -12,7 +12,7 @@ from torch import nn
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.model_layers import describe_blocks, layers_of
 

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bmt_core import ConfigError, DistributedModule, DistributedParameter
 from bmt_core.run.runtime import rank, world_size
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="numpy is not installed")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_models import Uses, full_gradient
 
 from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients, rank
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 from bmt_zero.block_call import BlockCall
 from bmt_zero.direct_linear import WeightGradient

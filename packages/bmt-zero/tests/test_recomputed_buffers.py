@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_core.errors import BmtError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 

@@ -13,7 +13,7 @@ from torch.distributed import all_reduce  # by name, before a run has started
 
 from bmt_core import ConfigError, DistributedParameter, whole_parameters
 from bmt_core.run.runtime import rank, world_size
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 # With a head of 7 x 5, no number of ranks has equal parts, and in the bias of 1 most ranks have nothing.

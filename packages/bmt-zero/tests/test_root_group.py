@@ -22,7 +22,7 @@ from root_group_models import (
 from torch import nn
 
 from bmt_core.run.runtime import current
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 # Two steps alike, so that the second is what was expected; then others than expected; then as the first again.

@@ -11,7 +11,7 @@ from zero_models import full_gradient
 
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import rank
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 
 WIDTH = 6

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from zero_models import Model, batch, full_gradient, loss_of, plain, train
 
-import bmt_core
+import bmt_checkpoint
 from bmt_core.errors import ConfigError
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 
@@ -254,7 +254,7 @@ def load_both_ways(path: str) -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(states[0]), rtol=0, atol=0)
     if runtime.rank() == 0:
         torch.save(states[1], path)
-    bmt_core.load(model, path)
+    bmt_checkpoint.load(model, path)
     torch.testing.assert_close(dict(model.state_dict()), dict(states[1]), rtol=0, atol=0)
 
 

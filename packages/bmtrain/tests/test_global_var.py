@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import bmt_checkpoint.background
 import bmt_core
-import bmt_core.checkpoint.background
 import bmtrain
 from bmt_core import Topology
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmtrain import global_var
 from bmtrain.global_var import ConfigMap, config
 
@@ -71,14 +71,14 @@ def test_sizes_are_bmtrains_under_every_grid(init: dict[str, int], expected: tup
 
 def saved_meanwhile(directory: Path) -> list[bool]:
     model, found = torch.nn.Linear(2, 2), [config["finish_save"]]
-    bmt_core.save(model, directory / "a.pt", non_blocking=True)
-    bmt_core.wait_for_saves()
+    bmt_checkpoint.save(model, directory / "a.pt", non_blocking=True)
+    bmt_checkpoint.wait_for_saves()
     found.append(config.finish_save)
     may_go_on = Event()
-    bmt_core.checkpoint.background.start_save("a save that waits", may_go_on.wait)
+    bmt_checkpoint.background.start_save("a save that waits", may_go_on.wait)
     found.append(config.finish_save)
     may_go_on.set()
-    bmt_core.wait_for_saves()
+    bmt_checkpoint.wait_for_saves()
     return [*found, config.finish_save]
 
 

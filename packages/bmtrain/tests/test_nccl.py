@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bmt_core
-from bmt_core.testing import gpu_ranks, run_ranks
+from bmt_testing import gpu_ranks, run_ranks
 from bmtrain import nccl
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import bmt_core
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmtrain import store
 
 needs_zero = pytest.mark.skipif(find_spec("bmt_zero") is None, reason="bmt-zero is not installed")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bmtrain
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmtrain._streams import EVENTS, STREAMS, HostEvent, wait_loader
 
 

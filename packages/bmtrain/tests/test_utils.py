@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bmt_core.errors import NotInitializedError
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmtrain.utils import (
     AverageRecorder,
     check_torch_version,

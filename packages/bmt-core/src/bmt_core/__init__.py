@@ -1,16 +1,7 @@
-"""The core of bmt: ranks and their grid, communication, plugins, sharded parameters, checkpoints."""
+"""The core of bmt: ranks and their grid, communication, plugins, sharded parameters."""
 
-from bmt_core.checkpoint import (
-    CheckpointFormat,
-    SafetensorsFormat,
-    TorchFormat,
-    latest,
-    load,
-    load_checkpoint,
-    save,
-    save_checkpoint,
-    wait_for_saves,
-)
+from typing import TYPE_CHECKING, Any
+
 from bmt_core.comm import CommBackend, CommContext, Group, ReduceOp, Work
 from bmt_core.errors import (
     BmtError,
@@ -28,6 +19,7 @@ from bmt_core.modules.declared_locality import set_locality
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.modules.whole_parameters import whole_parameters
+from bmt_core.moved_modules import moved_attribute
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.grouped_parameters import grouped_parameters
 from bmt_core.params.parameter import DistributedParameter, local_along
@@ -53,7 +45,6 @@ __all__ = [
     "BmtError",
     "CallError",
     "CheckpointError",
-    "CheckpointFormat",
     "CommBackend",
     "CommContext",
     "ConfigError",
@@ -74,10 +65,8 @@ __all__ = [
     "RemoteError",
     "RunSettings",
     "Runtime",
-    "SafetensorsFormat",
     "Scheduled",
     "Topology",
-    "TorchFormat",
     "Work",
     "current",
     "gather_result",
@@ -87,19 +76,32 @@ __all__ = [
     "init_parameters",
     "is_initialized",
     "iterate_parameters",
-    "latest",
-    "load",
-    "load_checkpoint",
     "local_along",
     "postpone_weight_gradients",
     "rank",
-    "save",
-    "save_checkpoint",
     "set_locality",
     "shutdown",
     "sum_loss",
     "synchronize",
-    "wait_for_saves",
     "whole_parameters",
     "world_size",
 ]
+
+_OF_BMT_CHECKPOINT = {
+    "CheckpointFormat",
+    "SafetensorsFormat",
+    "TorchFormat",
+    "latest",
+    "load",
+    "load_checkpoint",
+    "save",
+    "save_checkpoint",
+    "wait_for_saves",
+}
+
+if not TYPE_CHECKING:  # for a type checker every name would exist
+
+    def __getattr__(name: str) -> Any:
+        if name in _OF_BMT_CHECKPOINT:
+            return moved_attribute(__name__, "bmt_checkpoint", name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

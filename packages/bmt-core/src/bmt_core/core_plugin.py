@@ -12,7 +12,6 @@ from bmt_core.plugins.hookspecs import hookimpl
 if TYPE_CHECKING:
     import click
 
-    from bmt_core.checkpoint import CheckpointFormat
     from bmt_core.comm.protocols import CommBackend
     from bmt_core.run.runtime import Runtime
 
@@ -26,16 +25,8 @@ def bmt_comm_backends() -> list[type[CommBackend]]:
 
 
 @hookimpl
-def bmt_checkpoint_formats() -> list[type[CheckpointFormat]]:
-    """Announce files of ``torch.save`` and of safetensors, and directories of ``torch.distributed.checkpoint``."""
-    from bmt_core.checkpoint import DcpFormat, SafetensorsFormat, TorchFormat
-
-    return [TorchFormat, SafetensorsFormat, DcpFormat]
-
-
-@hookimpl
 def bmt_cli_commands() -> list[click.Command]:
-    """Announce ``bmt doctor``, ``bmt plugins``, ``bmt bench`` and ``bmt checkpoint``."""
+    """Announce ``bmt doctor``, ``bmt plugins`` and ``bmt bench``."""
     from bmt_core.cli import COMMANDS
 
     return COMMANDS

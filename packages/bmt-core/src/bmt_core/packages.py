@@ -19,16 +19,23 @@ class Package(NamedTuple):
 
 # Literal texts, which a test finds and checks. In a clone pip needs the paths of all our packages that are involved.
 PACKAGES = {
+    "bmt-checkpoint": Package(
+        "bmt_checkpoint",
+        "checkpoints of models and trainings: save, load, save_checkpoint, load_checkpoint, bmt checkpoint",
+        "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if your index has it:"
+        " pip install bmt-checkpoint",
+        ("checkpoint", "dcp", "safetensors", "torch"),
+    ),
     "bmt-core": Package(
         "bmt_core",
-        "start, grid of ranks, collectives, plugins, sharded parameters, checkpoints, the program bmt",
+        "start, grid of ranks, collectives, plugins, sharded parameters, the program bmt",
         "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
     ),
     "bmt-hf": Package(
         "bmt_hf",
         "Hugging Face's Trainer on bmt: its callbacks, logging, evaluation and arguments with sharded training",
-        "pip install ./packages/bmt-core ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf (in a clone of bmt), or, if"
-        ' your index has it: pip install "bmt-train[hf]"',
+        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmt-zero ./packages/bmt-optim ./packages/bmt-hf"
+        ' (in a clone of bmt), or, if your index has it: pip install "bmt-train[hf]"',
     ),
     "bmt-kernels": Package(
         "bmt_kernels",
@@ -51,6 +58,12 @@ PACKAGES = {
         ' pip install "bmt-train[pipeline]"',
         ("pipeline-plan",),
     ),
+    "bmt-testing": Package(
+        "bmt_testing",
+        "tests on several ranks, for who develops a package",
+        "pip install ./packages/bmt-core ./packages/bmt-testing (in a clone of bmt), or, if your index has it:"
+        " pip install bmt-testing",
+    ),
     "bmt-tp": Package(
         "bmt_tp",
         "tensor parallelism: parallel linear layers and embedding, parallelize",
@@ -60,8 +73,8 @@ PACKAGES = {
     "bmt-train": Package(
         "bmtrain",
         "the one name for all of them: import bmtrain as bmt",
-        "pip install ./packages/bmt-core ./packages/bmtrain (in a clone of bmt), or, if your index has it:"
-        " pip install bmt-train",
+        "pip install ./packages/bmt-core ./packages/bmt-checkpoint ./packages/bmtrain (in a clone of bmt), or, if your index has"
+        " it: pip install bmt-train",
     ),
     "bmt-zero": Package(
         "bmt_zero",

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from bmt_core import DistributedParameter, rank
-from bmt_core.checkpoint.whole_state import named_targets
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.run.runtime import current
+from bmt_core.state.model_tensors import named_targets
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -17,7 +17,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints, sort_checkpoints
 
-from bmt_core import load, load_checkpoint, rank, save_checkpoint
+from bmt_checkpoint import load, load_checkpoint, save_checkpoint
+from bmt_core import rank
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import broadcast_object
 from bmt_core.errors import CheckpointError

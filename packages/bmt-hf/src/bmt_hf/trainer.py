@@ -11,7 +11,8 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import TrainOutput, align_special_tokens, enable_full_determinism, set_seed
 
-from bmt_core import rank, save, shutdown
+from bmt_checkpoint import save
+from bmt_core import rank, shutdown
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.errors import ConfigError
 from bmt_core.run.runtime import current

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
-from bmt_core.checkpoint.random_state import own_place, random_states, restore_random_states
+from bmt_checkpoint.random_state import own_place, random_states, restore_random_states
 from bmt_core.errors import ConfigError
 from bmt_core.user_warnings import warn_user
 from bmt_hf import checkpoints

@@ -343,7 +343,7 @@ class OptimManager:
     def logical_state(self, named_parameters: Named | None = None) -> dict[str, Any]:
         """Return the state for a checkpoint: ``state_dict(gather_opt=True)`` with parts in place of whole tensors. Collective.
 
-        A :class:`~bmt_core.checkpoint.TensorPart` stands for each tensor of which this rank has a part; calling its ``value()``
+        A :class:`~bmt_checkpoint.TensorPart` stands for each tensor of which this rank has a part; calling its ``value()``
         gives its value at that time.
         """
         return {**self._common_state(), "logical": logical_state(self._managed, named_parameters)}
@@ -352,7 +352,7 @@ class OptimManager:
         """Take over what :meth:`logical_state` returned at any world size. Collective.
 
         Every rank passes it, or rank 0 alone and the others None. In place of each part the state has the whole tensor, or a
-        :class:`~bmt_core.checkpoint.StoredTensor`.
+        :class:`~bmt_checkpoint.StoredTensor`.
         """
         self.load_state_dict(_on_all_ranks(state), named_parameters=named_parameters)
 

@@ -23,7 +23,7 @@ from bmt_pipeline.batch_rows import move_rows
 from bmt_pipeline.empty_stages import note_layers_on_stages
 from bmt_pipeline.layer_split import split_layers
 from bmt_pipeline.payload import Layout
-from bmt_pipeline.pipeline_ranks import AXIS, num_stages, own_stage, pipeline_group
+from bmt_pipeline.pipeline_ranks import AXIS, num_stages, own_pipeline, own_stage, pipeline_group
 from bmt_pipeline.pipelined_call import LayersOfStage, PipelinedCall
 from bmt_pipeline.schedules import Placement, Schedule
 from bmt_pipeline.schedules.gpipe import gpipe
@@ -81,7 +81,7 @@ class PipelineTransformerBlockList(LayerList):
         self.batch_related = batch_related
         self.chunks = chunks
         self.placement = Placement(placement)
-        self.stages, self.stage_id, self.pipe_idx = num_stages(), own_stage(), current().topology.pipe_idx
+        self.stages, self.stage_id, self.pipe_idx = num_stages(), own_stage(), own_pipeline()
         self._total = len(members)
         self._split = split_layers(len(members), self.stages * chunks, costs) if members else ()
         self._layouts: dict[tuple[object, ...], Layouts] = {}

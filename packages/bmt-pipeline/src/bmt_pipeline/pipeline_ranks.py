@@ -27,3 +27,9 @@ def num_stages() -> int:
 def own_stage() -> int:
     """The stage that this rank computes."""
     return current().topology.axis_rank(AXIS)
+
+
+def own_pipeline() -> int:
+    """Which of the pipelines this rank is in: its number among the ranks of its stage."""
+    topology = current().topology
+    return topology.rank % (topology.world_size // num_stages())

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from bmt_core.inspect import BatchParts
+from bmt_core.modules.batch_parts import BatchParts
 from bmt_core.modules.block_use import BlockUse, Scheduled, scheduled_step
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
 from bmt_core.nested import tensors_in

@@ -1,5 +1,11 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
+from bmt_checkpoint import latest as latest
+from bmt_checkpoint import load as load
+from bmt_checkpoint import load_checkpoint as load_checkpoint
+from bmt_checkpoint import save as save
+from bmt_checkpoint import save_checkpoint as save_checkpoint
+from bmt_checkpoint import wait_for_saves as wait_for_saves
 from bmt_core import BlockUse as BlockUse
 from bmt_core import BmtError as BmtError
 from bmt_core import CallError as CallError
@@ -19,16 +25,10 @@ from bmt_core import grouped_parameters as grouped_parameters
 from bmt_core import init_distributed as init_distributed
 from bmt_core import init_parameters as init_parameters
 from bmt_core import is_initialized as is_initialized
-from bmt_core import latest as latest
-from bmt_core import load as load
-from bmt_core import load_checkpoint as load_checkpoint
 from bmt_core import rank as rank
-from bmt_core import save as save
-from bmt_core import save_checkpoint as save_checkpoint
 from bmt_core import shutdown as shutdown
 from bmt_core import sum_loss as sum_loss
 from bmt_core import synchronize as synchronize
-from bmt_core import wait_for_saves as wait_for_saves
 from bmt_core import whole_parameters as whole_parameters
 from bmt_core import world_size as world_size
 from bmt_pipeline import PipelineTransformerBlockList as PipelineTransformerBlockList

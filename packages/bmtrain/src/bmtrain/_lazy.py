@@ -68,7 +68,10 @@ def resolve(home: Home, asked: str) -> Any:
     """
     if importlib.util.find_spec(home.package) is None:
         raise ModuleNotFoundError(_missing(home, asked), name=home.package)
-    return getattr(importlib.import_module(home.module), home.attribute)
+    value = getattr(importlib.import_module(home.module), home.attribute)
+    if "bmt_core" in sys.modules:  # this name's package has imported it
+        importlib.import_module("bmtrain._old_names").add_old_names()
+    return value
 
 
 def _missing(home: Home, asked: str) -> str:

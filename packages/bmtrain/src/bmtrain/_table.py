@@ -45,10 +45,10 @@ TABLE: dict[str, dict[str, Home]] = {
             """
             BlockUse BmtError CallError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
             Locality MeshAxis ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
-            init_parameters is_initialized latest load load_checkpoint rank save save_checkpoint shutdown sum_loss synchronize
-            wait_for_saves whole_parameters world_size
+            init_parameters is_initialized rank shutdown sum_loss synchronize whole_parameters world_size
             """,
         ),
+        **_from("bmt_checkpoint", "latest load load_checkpoint save save_checkpoint wait_for_saves"),
         **_from("bmtrain.global_var", "config"),
         **_from("bmtrain.utils", "print_block print_dict print_rank see_memory"),
         **_WAIT_LOADER,
@@ -64,15 +64,15 @@ TABLE: dict[str, dict[str, Home]] = {
         "topology": Home("bmt_core", "Topology"),
     },
     "bmtrain.inspect": _from(
-        "bmt_core.inspect", "format_summary inspect_model inspect_tensor record_tensor summary_table"
+        "bmtrain._inspect", "format_summary inspect_model inspect_tensor record_tensor summary_table"
     ),
     "bmtrain.layer": _from("bmt_core", "DistributedModule"),
-    "bmtrain.loss": _from("bmt_core.loss", "FusedCrossEntropy"),
-    "bmtrain.loss._function": _from("bmt_core.loss._function", "has_inf_nan"),
+    "bmtrain.loss": _from("bmtrain._cross_entropy", "FusedCrossEntropy"),
+    "bmtrain.loss._function": _from("bmtrain._loss_functions", "has_inf_nan"),
     "bmtrain.lr_scheduler": _SCHEDULERS,
     "bmtrain.lr_scheduler.warmup": _from("bmt_optim.lr_scheduler", "WarmupLRScheduler"),
     "bmtrain.nn": {
-        **_from("bmt_core.nn", "Linear OpLinear"),
+        **_from("bmtrain._linear", "Linear OpLinear"),
         **_from("bmt_tp", "ColumnParallelLinear RowParallelLinear VPEmbedding"),
         **_PARALLEL_LINEAR,
     },
@@ -98,17 +98,17 @@ OLD_PATHS: dict[str, dict[str, Home]] = {
     "bmtrain.benchmark.send_recv": _from("bmt_core.benchmark", "send_recv"),
     "bmtrain.benchmark.utils": _from("bmtrain.utils", "print_rank round_up"),
     "bmtrain.distributed.ops": _COLLECTIVES,
-    "bmtrain.inspect.format": _from("bmt_core.inspect", "format_summary"),
-    "bmtrain.inspect.model": _from("bmt_core.inspect", "inspect_model"),
-    "bmtrain.inspect.tensor": _from("bmt_core.inspect", "inspect_tensor record_tensor"),
-    "bmtrain.loss.cross_entropy": _from("bmt_core.loss", "FusedCrossEntropy"),
+    "bmtrain.inspect.format": _from("bmtrain._inspect", "format_summary"),
+    "bmtrain.inspect.model": _from("bmtrain._inspect", "inspect_model"),
+    "bmtrain.inspect.tensor": _from("bmtrain._inspect", "inspect_tensor record_tensor"),
+    "bmtrain.loss.cross_entropy": _from("bmtrain._cross_entropy", "FusedCrossEntropy"),
     "bmtrain.lr_scheduler.cosine": _from("bmt_optim.lr_scheduler", "Cosine"),
     "bmtrain.lr_scheduler.exponential": _from("bmt_optim.lr_scheduler", "Exponential"),
     "bmtrain.lr_scheduler.linear": _from("bmt_optim.lr_scheduler", "Linear"),
     "bmtrain.lr_scheduler.no_decay": _from("bmt_optim.lr_scheduler", "NoDecay"),
     "bmtrain.lr_scheduler.noam": _from("bmt_optim.lr_scheduler", "Noam"),
     "bmtrain.nn.column_parallel_linear": _from("bmt_tp", "ColumnParallelLinear"),
-    "bmtrain.nn.linear": _from("bmt_core.nn", "Linear OpLinear"),
+    "bmtrain.nn.linear": _from("bmtrain._linear", "Linear OpLinear"),
     "bmtrain.nn.parallel_embedding": _from("bmt_tp", "VPEmbedding"),
     "bmtrain.nn.row_parallel_linear": _from("bmt_tp", "RowParallelLinear"),
     "bmtrain.optim._function": _from(
@@ -136,6 +136,8 @@ FILE_MODULES = ("bmtrain.debug", "bmtrain.global_var", "bmtrain.nccl", "bmtrain.
 
 # Literal texts, which a test finds and checks. From a clone pip needs the paths of all our packages that are involved.
 INSTALL_HINTS = {
+    "bmt_checkpoint": "pip install ./packages/bmt-core ./packages/bmt-checkpoint (in a clone of bmt), or, if your index has it:"
+    " pip install bmt-checkpoint",
     "bmt_core": "pip install ./packages/bmt-core (in a clone of bmt), or, if your index has it: pip install bmt-core",
     "bmt_optim": "pip install ./packages/bmt-core ./packages/bmt-optim (in a clone of bmt), or, if your index has it:"
     ' pip install "bmt-train[optim]"',

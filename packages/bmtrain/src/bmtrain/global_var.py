@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from bmt_core import Runtime, current, is_initialized, rank, world_size
-from bmt_core.checkpoint.background import is_saving
 from bmt_core.user_warnings import warn_user
+from bmtrain._old_names import add_old_names
 from bmtrain._streams import EVENTS, STREAMS, stream_or_event
 
 __all__ = ["ConfigMap", "RunConfig", "config", "rank", "world_size"]
@@ -74,6 +76,12 @@ class RunConfig(MutableMapping[str, Any]):
         return len(_VALUES if is_initialized() else _BEFORE_INIT)
 
 
+def _is_saving() -> bool:
+    """Whether this rank writes a checkpoint in the background, which none does that has not imported bmt-checkpoint."""
+    background = sys.modules.get("bmt_checkpoint.background")
+    return background is not None and bool(background.is_saving())
+
+
 # Key -> the setting of the run that an assignment changes.
 _SETTINGS = {"micros": "num_micro_batches", "num_micro_batches": "num_micro_batches", "zero_level": "zero_level"}
 _INSTEAD = {
@@ -96,9 +104,9 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "zero_size": lambda run: run.world_size // run.topology.axis_size("pp"),
     "tp_zero_size": lambda run: run.world_size // (run.topology.axis_size("pp") * run.topology.axis_size("tp")),
     "zero_level": lambda run: run.settings.zero_level,
-    "zero_rank": lambda run: run.topology.zero_id,
-    "tp_rank": lambda run: run.topology.tp_id,
-    "tp_zero_rank": lambda run: run.topology.tp_zero_id,
+    "zero_rank": attrgetter("topology.zero_id"),
+    "tp_rank": attrgetter("topology.tp_id"),
+    "tp_zero_rank": attrgetter("topology.tp_zero_id"),
     "topology": lambda run: run.topology,
     **dict.fromkeys(
         ("micros", "num_micro_batches"),
@@ -108,7 +116,7 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     "loss_scale_steps": lambda run: 1024,
     "gradient_inspect": lambda run: False,
     "save_param_to_cpu": lambda run: True,
-    "finish_save": lambda run: not is_saving(),
+    "finish_save": lambda run: not _is_saving(),
     "comm": lambda run: run.world,
     "zero_comm": lambda run: run.world,
     "tp_comm": lambda run: run.topology.group(("tp",)),
@@ -119,5 +127,6 @@ _VALUES: dict[str, Callable[[Runtime], Any]] = {
     **{name: partial(stream_or_event, name=name) for name in (*STREAMS, *EVENTS)},
 }
 config = RunConfig()
+add_old_names()
 
 ConfigMap = RunConfig  # BMTrain's name

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_checkpoint import load, save
 from bmt_core import current, is_initialized
-from bmt_core.checkpoint import load, save
-from bmt_core.checkpoint.format import TensorEntry
-from bmt_core.checkpoint.whole_state import LocalState, WholeState, world_group
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object
 from bmt_core.comm.objects import broadcast_object as _broadcast_object
 from bmt_core.comm.protocols import Group
 from bmt_core.modules.layer_list import LayerList
+from bmt_core.run.runtime import world_group
+from bmt_core.state.index import TensorEntry
+from bmt_core.state.whole_state import LocalState, WholeState
 
 __all__ = [
     "_save_to_infer_model",

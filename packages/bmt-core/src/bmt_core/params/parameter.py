@@ -31,7 +31,7 @@ from bmt_core.params.part_indices import NoPartIndices
 from bmt_core.params.random_fills import NoRandomFills
 from bmt_core.params.shard import Shard, even_ranges, ranges_within
 from bmt_core.params.uninitialized import has_values, mark_uninitialized, read_uninitialized
-from bmt_core.run.bmtrain_names import OldParameterNames, tensor_locality
+from bmt_core.run.bmtrain_names import tensor_locality
 from bmt_core.run.locality import Locality, check_locality, local_axes_of
 from bmt_core.run.runtime import current, is_initialized
 from bmt_core.torch_internals import (
@@ -47,7 +47,7 @@ from bmt_core.torch_internals import (
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class DistributedParameter(NoRandomFills, NoPartIndices, OldParameterNames, torch.nn.Parameter):
+class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
     """A parameter of which this rank keeps a slice of the flattened ``data`` (1-D, possibly empty).
 
     Every rank passes the same values (``init_distributed`` gives all ranks one seed) and keeps its part; nothing is
@@ -339,22 +339,6 @@ class DistributedParameter(NoRandomFills, NoPartIndices, OldParameterNames, torc
             self._group,
         )
         return _rebuild, arguments
-
-    @property
-    def _original_shape(self) -> torch.Size:
-        return self._shard.shape
-
-    @property
-    def _start_partition(self) -> int:
-        return self._shard.start
-
-    @property
-    def _end_partition(self) -> int:
-        return self._shard.end
-
-    @property
-    def _zero_comm(self) -> Group:
-        return self._shard.group
 
     def _cuts(self) -> list[tuple[Locality, int]]:
         """The axes of size above 1 along which the parameter is cut, each with the dim, in the order of the cuts."""

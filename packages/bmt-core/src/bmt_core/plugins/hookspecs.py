@@ -59,7 +59,7 @@ def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
 
 @hookspec
 def bmt_checkpoint_formats() -> Sequence[type[FileFormat]]:
-    """Return subclasses of ``bmt_core.checkpoint.CheckpointFormat``, chosen by name or by the suffix of a file."""
+    """Return subclasses of ``bmt_checkpoint.CheckpointFormat``, chosen by name or by the suffix of a file."""
     raise NotImplementedError
 
 

@@ -26,7 +26,7 @@ class OfferKind:
     offers_instances: bool = False
 
 
-# A checkpoint format may be any class here. The checkpoint code, which is imported after this, checks it.
+# A checkpoint format may be any class here. bmt-checkpoint, which has the base class, checks it.
 KINDS = {
     kind.name: kind
     for kind in (

@@ -38,7 +38,7 @@ class Run(Protocol):
 
 
 class FileFormat(Protocol):
-    """The part of :class:`bmt_core.checkpoint.CheckpointFormat` that the registry uses."""
+    """The part of :class:`bmt_checkpoint.CheckpointFormat` that the registry uses."""
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]

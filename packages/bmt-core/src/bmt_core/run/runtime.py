@@ -18,6 +18,7 @@ from torch import nn
 
 from bmt_core.comm.call_check import CallCheck
 from bmt_core.comm.protocols import CommBackend, CommContext, Group
+from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError, NotInitializedError
 from bmt_core.launch import OPEN_MPI, SLURM, Launch, separate_runs
 from bmt_core.ops import Kernels, choose_kernels
@@ -318,6 +319,11 @@ def current() -> Runtime:
 def is_initialized() -> bool:
     """Whether :func:`init_distributed` has been called and :func:`shutdown` has not."""
     return _current is not None
+
+
+def world_group() -> Group:
+    """Return the group of all ranks; before ``init_distributed()`` the group of this process alone."""
+    return current().world if is_initialized() else SingleGroup(0)
 
 
 def world_size() -> int:

@@ -9,7 +9,7 @@ from bmt_core.comm.lazy_group import LazyGroup
 from bmt_core.comm.protocols import CommBackend, Group
 from bmt_core.comm.torch_backend import SingleGroup
 from bmt_core.errors import ConfigError
-from bmt_core.run.bmtrain_names import OldTopologyNames, argument_for
+from bmt_core.run.bmtrain_names import argument_for
 from bmt_core.settings import MeshAxis
 
 DATA_AXIS = MeshAxis("dp", 1, 50)  # its real size is whatever the other axes leave
@@ -56,14 +56,12 @@ def check_axis_sizes(asked: Mapping[str, int], axes: Iterable[MeshAxis]) -> None
             )
 
 
-class Topology(OldTopologyNames):
+class Topology:
     """The grid of ranks, and this process's place in it.
 
     ``sizes`` maps axis names to sizes, outermost first; rank r has index ``r % size`` on the innermost axis.
     ``same_data`` names the axes whose ranks see the same data. Groups are made when first asked for, and kept. Making one
     communicates nothing: its members connect at their first operation on it. The group of all ranks is connected at once.
-
-    The attributes of BMTrain's topology are there under their old names: see :mod:`bmt_core.run.bmtrain_names`.
     """
 
     def __init__(

@@ -1,20 +1,9 @@
-"""Run functions on several ranks from a test: each on its own process, with the errors of all ranks in one message.
+"""The old path of ``bmt_testing``, for one release."""
 
-    from bmt_core.testing import run_ranks
+from typing import Any
 
-    def doubled_rank() -> int:  # at the top level of the test module: every rank imports it
-        return 2 * bmt_core.rank()
+from bmt_core.moved_modules import moved_attribute
 
-    def test_rank_is_doubled() -> None:
-        assert run_ranks(doubled_rank, 4) == [0, 2, 4, 6]
 
-The function runs between ``init_distributed()`` and ``shutdown()``. The processes are started once and reused.
-"""
-
-from __future__ import annotations
-
-from bmt_core.testing.gpus import gpu_ranks
-from bmt_core.testing.outcome import Outcome, RankError, RankFailure
-from bmt_core.testing.pool import RankPool, rank_pool, run_ranks
-
-__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "gpu_ranks", "rank_pool", "run_ranks"]
+def __getattr__(name: str) -> Any:
+    return moved_attribute(__name__, "bmt_testing", name)

@@ -14,15 +14,6 @@ from typing import Any
 
 import torch
 
-from bmt_core.checkpoint.state_tensors import (
-    StoredTensor,
-    TensorName,
-    TensorPart,
-    parts_in,
-    with_references,
-    with_tensors,
-)
-from bmt_core.checkpoint.whole_state import LocalState, WholeState
 from bmt_core.comm.collective_section import collective_section
 from bmt_core.comm.objects import all_gather_object, broadcast_object
 from bmt_core.comm.protocols import Group
@@ -30,6 +21,8 @@ from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.parameter_holders import first_holders, own_axes
 from bmt_core.run.runtime import current
+from bmt_core.state.state_tensors import StoredTensor, TensorName, TensorPart, parts_in, with_references, with_tensors
+from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
 from bmt_optim.state.group_options import Groups, check_options, load_options, matching_groups, named_groups

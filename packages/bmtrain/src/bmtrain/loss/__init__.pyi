@@ -1,5 +1,5 @@
 # Written by tools/facade_stubs.py from bmtrain/_table.py.
 
-from bmt_core.loss import FusedCrossEntropy as FusedCrossEntropy
+from bmtrain._cross_entropy import FusedCrossEntropy as FusedCrossEntropy
 
 from . import _function as _function

@@ -1,0 +1,318 @@
+"""``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it continues bit for bit.
+
+A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors that all ranks write (see
+:func:`save`), or files of a format that was chosen; ``training.pt`` has all else, and checksums of the other files. A file
+``latest`` beside it names the newest one. A checkpoint is written under another name and renamed when it is complete, so that
+``latest`` always names a complete one.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmt_checkpoint.atomic import replacing
+from bmt_checkpoint.background import capture_result, finish_last_save, group_of_writers, join_last_save, start_save
+from bmt_checkpoint.directory_reader import INDEX_FILE
+from bmt_checkpoint.directory_writer import DirectorySave
+from bmt_checkpoint.format import CheckpointFormat
+from bmt_checkpoint.format_choice import FormatChoice, choose_format
+from bmt_checkpoint.loading import prepared_load
+from bmt_checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
+from bmt_checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
+from bmt_checkpoint.run_directory_lock import lock_run_directory
+from bmt_checkpoint.safetensors_layout import check_entries
+from bmt_checkpoint.saving import save_file, write_checkpoint
+from bmt_checkpoint.snapshot import snapshot
+from bmt_checkpoint.torch_file import write_torch_file
+from bmt_checkpoint.training_folder import (
+    HEAD,
+    MODEL,
+    TRAINING,
+    UNFINISHED,
+    file_checksum,
+    find_checkpoint,
+    format_of,
+    make_empty,
+    part_of,
+    publish,
+    read_training,
+    refuse_file,
+    unfinished_after,
+)
+from bmt_core.comm.collective_section import collective_section
+from bmt_core.comm.objects import all_gather_object, broadcast_object
+from bmt_core.comm.protocols import Group
+from bmt_core.errors import CheckpointError, ConfigError
+from bmt_core.run.runtime import world_group
+from bmt_core.state.serialization import from_bytes, to_bytes
+from bmt_core.state.state_tensors import parts_in, with_references
+from bmt_core.state.whole_state import LocalState, OwnPart, WholeState
+
+
+def save_checkpoint(
+    dir: str | os.PathLike[str],
+    model: nn.Module,
+    manager: Any = None,
+    *,
+    step: int = 0,
+    extra: Any = None,
+    keep: int | None = None,
+    non_blocking: bool = False,
+    format: FormatChoice = None,
+) -> Path:
+    """Write a checkpoint, from which training continues bit for bit, to ``dir/step-<step>``; return that path. Collective.
+
+    It holds the model; the optimizers, loss scale and schedulers of ``manager``; the state of every rank's random
+    generators (torch, its CUDA device, ``random``, numpy); ``step``; and rank 0's ``extra``, made of tensors and plain values,
+    for example the position in the data. ``manager`` is any object with ``state_dict()`` and ``load_state_dict()``; each rank
+    writes its own state dict. If it has ``logical_state(named_parameters)`` and ``load_logical_state(named_parameters, state)``, as
+    ``OptimManager`` has, any number of ranks can load the state. A logical state is made of nested dicts and lists: plain values
+    and whole tensors in it are written by rank 0; for a tensor that all ranks write, like the model's, each rank returns a
+    :class:`TensorPart`.
+
+    All ranks write their own parts to a directory that they share (see :func:`save`), and nothing is gathered. If the program
+    dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is complete, all but ``keep``
+    checkpoints are deleted: the new one and those of the highest steps stay.
+
+    With ``non_blocking`` each rank copies its parts now (from a GPU to pinned memory), and a thread writes while training goes
+    on. The next save or load, or :func:`wait_for_saves`, waits for the thread and raises its error. The memory of the
+    copies, as many bytes as the rank's parts of model and optimizer have, is kept for the next such save until ``shutdown()``.
+
+    ``format`` is the name of a registered format or a :class:`CheckpointFormat` for the model and the optimizer's tensors. Such a
+    format is written by rank 0, for which tensors are gathered one by one; with ``non_blocking`` rank 0 holds them all until they
+    are written. Its name is stored, so that :func:`load_checkpoint` finds it among the registered ones.
+
+    One run at a time saves to ``dir``: from its first save until ``shutdown()``, rank 0 holds a lock on the file
+    ``dir/.written-by``. The lock of a process that died is free.
+
+    Raises :class:`CheckpointError` on every rank when a rank cannot write, or another run saves to ``dir``; that error names its
+    process and host.
+    """
+    if step < 0:
+        raise ValueError(f"step is the number of steps taken, 0 or more, not {step}.")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is the number of checkpoints to keep, 1 or more, not {keep}.")
+    final = Path(dir) / f"step-{step}"
+    temporary = _unfinished(final)
+    what = f"saving {final}"
+    with ExitStack() as stack:
+        with collective_section(world_group(), what) as results:
+            join_last_save()
+            refuse_file(final.parent)
+            if world_group().rank == 0:
+                lock_run_directory(final.parent)
+            # After join_last_save() and the lock: no other save writes there now.
+            stack.enter_context(_removed_on_failure(temporary))
+            chosen = None if format is None else choose_format(final, format)
+            of_model = LocalState.of_model(model, is_snapshot=non_blocking)
+            if chosen is None:
+                check_entries(of_model.entries)
+            results.own = of_model.layout.summary, None if chosen is None else chosen.name
+            if world_group().rank == 0:
+                make_empty(temporary)
+        summaries, formats = zip(*results.of_ranks, strict=True)
+        if len(set(formats)) > 1:  # the same on every rank
+            raise ConfigError(
+                f"Ranks save {final} in different formats: {formats}. Pass the same format on every rank."
+            )
+        states = {MODEL: WholeState(of_model, what, summaries)}
+        training, of_optimizer = _training_state(temporary, model, manager, step, extra, chosen)
+        if of_optimizer is not None:
+            states[OPTIMIZER] = of_optimizer
+        if chosen is not None:
+            _save_in_format(states, chosen, training, final, keep, non_blocking=non_blocking)
+            return final
+        group = group_of_writers() if non_blocking else world_group()
+    saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
+
+    def write(content: Callable[[], tuple[dict[str, Any], Sequence[Sequence[OwnPart]]]]) -> None:
+        with _removed_on_failure(temporary):
+            for number, save in enumerate(saves):
+                save.write(partial(lambda of_save: [content()[1][of_save]], number), group)
+            with collective_section(group, what):
+                if group.rank == 0:
+                    training, _ = content()
+                    training["files"].update(_index_checksums(temporary))
+                    _write(temporary / TRAINING, training)
+                    publish(temporary, final, keep)
+
+    if non_blocking:
+        # Copies, because training goes on and changes these objects.
+        copies = capture_result(lambda: (copy.deepcopy(training), snapshot(*(save.parts() for save in saves))))
+        start_save(what, lambda: write(copies))
+    else:
+        write(lambda: (training, [save.parts() for save in saves]))
+    return final
+
+
+def load_checkpoint(
+    dir: str | os.PathLike[str], model: nn.Module, manager: Any = None, *, format: FormatChoice = None
+) -> dict[str, Any]:
+    """Restore what :func:`save_checkpoint` wrote and return ``{"step": …, "extra": …}``. Collective.
+
+    ``dir`` is the directory given to :func:`save_checkpoint`, whose latest checkpoint is loaded, or one ``step-N`` in it.
+    With ``manager`` None the optimizer's state is not loaded. ``format`` is needed only for files of a format that no plugin
+    announces. The number of ranks may differ from the one at saving if the
+    optimizer's state is stored whole. Random generators that differed between ranks may then be seeded anew (see
+    :func:`restore_random_states`), and rank 0 prints a line that says so.
+
+    Raises :class:`CheckpointError` on every rank. If the files are damaged or do not fit the model, nothing has been changed.
+    """
+    folder = Path(dir)
+    finish_last_save(f"loading {folder}")
+    group = world_group()
+    training: dict[str, Any] | None = None
+    with collective_section(group, f"loading {folder}"):
+        if group.rank == 0:
+            folder = find_checkpoint(folder)
+            training = read_training(folder)
+            for path in unfinished_after(folder):
+                print(
+                    f"bmt: the save {path} did not finish; {folder.name}, the newest that did, is loaded.", flush=True
+                )
+    head_bytes = to_bytes({name: training.get(name) for name in (*HEAD, "format")}) if training is not None else None
+    head_bytes, folder = broadcast_object((head_bytes, folder), group)
+    head = from_bytes(head_bytes)
+    with collective_section(group, f"loading {folder}"):
+        check_random_states(head["random"], head["places"], head["world_size"])
+        chosen = format_of(head) if format is None else choose_format(folder, format)
+        if chosen is not None and chosen.name != head["format"]:
+            raise CheckpointError(
+                f"{folder} was saved in {head['format'] or 'directories of safetensors'}, and format={chosen.name!r} asks for"
+                " another one. Leave format out."
+            )
+    state = None if training is None else training["optimizer_state"]
+    # Nothing is changed before every rank has found everything in order.
+    with (
+        prepared_load(model, part_of(folder, MODEL, chosen), format=chosen) as load_model,
+        prepared_manager(
+            manager, model, folder, head, state, tensors=part_of(folder, OPTIMIZER, chosen), format=chosen
+        ) as load_manager,
+    ):
+        load_model()
+        load_manager()
+    _restore_random(head, folder, group)
+    return {"step": head["step"], "extra": head["extra"]}
+
+
+def _training_state(
+    folder: Path, model: nn.Module, manager: Any, step: int, extra: Any, chosen: CheckpointFormat | None
+) -> tuple[dict[str, Any], WholeState | None]:
+    """Return the content of ``training.pt``, and the optimizer's tensors (None if no rank has any).
+
+    Collective. If the manager has one state for each rank, this function also writes this rank's state to ``folder``.
+    """
+    group, kind = world_group(), kind_of(manager)
+    state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
+    what = f"saving {folder}"
+    with collective_section(group, what) as results:
+        files = {}
+        if kind == PER_RANK:
+            path = folder / rank_file(group.rank)
+            _write(path, manager.state_dict())
+            files = {path.name: file_checksum(path)}
+        parts = LocalState.of_parts(parts_in(state))
+        if chosen is None:
+            check_entries(parts.entries)
+        results.own = files, bool(parts.values), random_states(), own_place(), parts.layout.summary
+    files_of_ranks, has_parts, random, places, summaries = zip(*results.of_ranks, strict=True)
+    training = {
+        "step": step,
+        "extra": extra,
+        "world_size": group.size,
+        "random": list(random),
+        "places": list(places),
+        "optimizer": kind,
+        "format": None if chosen is None else chosen.name,
+        "optimizer_state": with_references(state),
+        "files": dict(ChainMap(*files_of_ranks)),
+    }
+    return training, WholeState(parts, what, summaries) if any(has_parts) else None
+
+
+def _save_in_format(
+    states: Mapping[str, WholeState],
+    chosen: CheckpointFormat,
+    training: dict[str, Any],
+    final: Path,
+    keep: int | None,
+    *,
+    non_blocking: bool,
+) -> None:
+    """Let rank 0 write the whole ``states`` and then ``training.pt``, in the background on a thread of rank 0. Collective."""
+    group, what, temporary = world_group(), f"saving {final}", _unfinished(final)
+    targets = {name: part_of(temporary, name, chosen) for name in states}
+
+    def finish() -> None:
+        training["files"].update({path.name: file_checksum(path) for path in targets.values() if path.is_file()})
+        _write(temporary / TRAINING, training)
+        publish(temporary, final, keep)
+
+    if not non_blocking:
+        for name, state in states.items():
+            save_file(state, targets[name], what, chosen)
+        with collective_section(group, what):
+            if group.rank == 0:
+                finish()
+        return
+    copies: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, state in states.items():
+        with collective_section(group, what):
+            copies[name] = list(state.tensors(keep=group.rank == 0))
+    with collective_section(group, what):
+        training = copy.deepcopy(training)
+
+    def write() -> None:
+        with _removed_on_failure(temporary):
+            for name, tensors in copies.items():
+                write_checkpoint(targets[name], chosen, states[name].index, tensors)
+            finish()
+
+    if group.rank == 0:
+        start_save(what, write)
+
+
+def _unfinished(final: Path) -> Path:
+    return final.with_name(final.name + UNFINISHED)
+
+
+def _index_checksums(folder: Path) -> dict[str, str | None]:
+    indices = sorted(path for path in folder.glob(f"*/{INDEX_FILE}"))
+    return {str(path.relative_to(folder)): file_checksum(path) for path in indices}
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if world_group().rank == 0:  # the unfinished files would keep a full disk full
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write(path: Path, value: Any) -> None:
+    with replacing(path) as temporary:
+        write_torch_file(temporary, value)
+
+
+def _restore_random(head: Mapping[str, Any], folder: Path, group: Group) -> None:
+    here = all_gather_object(own_place(), group)
+    seeded = restore_random_states(head["random"], head["places"], group.rank, here)
+    if seeded and group.rank == 0:
+        print(
+            f"bmt: {folder} was saved by {head['world_size']} rank(s) and is loaded by {group.size}: the random generators that"
+            f" differed between ranks ({', '.join(seeded)}) are seeded anew, from rank 0's state and each rank's data rank.",
+            flush=True,
+        )

@@ -1,0 +1,144 @@
+"""``serve``: the loop of a rank's process, which runs one job after another and cleans up after each."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed
+
+from bmt_testing.job import Job
+from bmt_testing.outcome import Outcome
+
+READY = b"ready"
+
+
+def serve(jobs: Connection[bytes, bytes], stacks: Connection[bytes, bytes]) -> None:
+    """Run the jobs that arrive until the other end closes.
+
+    ``READY`` is sent at the start. The answers to a job are its pickled :class:`Outcome`, a second one if cleaning up failed,
+    and ``READY``.
+    """
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    # On SIGTERM, which ends a hung rank, the stacks of its threads are written to the pipe. A handler written in Python would
+    # not run while a collective blocks the main thread.
+    faulthandler.register(signal.SIGTERM, file=stacks.fileno(), all_threads=True, chain=True)
+    # Control-C in a terminal reaches every process, but only the parent should react.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    known = _freeze_modules(0)
+    jobs.send_bytes(READY)
+    while True:
+        try:
+            job: Job = pickle.loads(jobs.recv_bytes())
+        except EOFError:
+            return
+        with _restored(), _changed_environment(job):
+            # Sent before cleaning up, which may hang if other ranks have not failed.
+            jobs.send_bytes(_pickled(_attempt(job)))
+            try:
+                _clean_up()
+            except Exception as error:
+                jobs.send_bytes(_pickled(Outcome.of_exception(job.rank, error)))
+        known = _freeze_modules(known)
+        jobs.send_bytes(READY)
+
+
+def _freeze_modules(known: int) -> int:
+    """Exempt loaded modules from garbage collection if there are more than ``known``; return how many there are. Modules are never
+    garbage, and without them the collection after each job is 100 times faster.
+    """
+    if len(sys.modules) > known:
+        gc.collect()
+        gc.freeze()
+    return len(sys.modules)
+
+
+def _attempt(job: Job) -> Outcome:
+    try:
+        return Outcome(rank=job.rank, value=_call(job))
+    except BaseException as error:
+        outcome = Outcome.of_exception(job.rank, error)
+        # The frames keep process groups alive. Other ranks notice the failure when their sockets close.
+        traceback.clear_frames(error.__traceback__)
+        return outcome
+
+
+def _call(job: Job) -> Any:
+    function = job.function.resolve()
+    args, kwargs = pickle.loads(job.arguments)
+    if job.init is None:
+        return function(*args, **kwargs)
+    # Imported here, because tests of other things do not need it.
+    from bmt_core.run.runtime import init_distributed
+
+    init_distributed(**{"device": "cpu", **job.init})
+    return function(*args, **kwargs)
+
+
+def _clean_up() -> None:
+    """End what the job started, also if it failed."""
+    runtime: Any = sys.modules.get("bmt_core.run.runtime")
+    if runtime is not None:
+        runtime.shutdown()
+        # The next run has another store, perhaps on the same port, and its ranks may have run different numbers of jobs.
+        sys.modules["bmt_core.run.rendezvous"]._stores.clear()
+        runtime._starts = 0
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    # Groups in reference cycles would keep their sockets open, and other ranks would wait for them.
+    gc.collect()
+
+
+@contextmanager
+def _changed_environment(job: Job) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(job.env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Restore the settings of the process that a job may change."""
+    dtype, threads, directory = torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)  # not always: it imports torch's compiler
+        os.chdir(directory)
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    # Not multiprocessing's pickler, which sends tensors as file descriptors of shared memory.
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        message = f"The value that rank {outcome.rank} returned cannot be pickled: {error}"
+        return pickle.dumps(Outcome(rank=outcome.rank, error_type="PicklingError", error_message=message))
+
+
+def _die_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
