@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from typing import Any
@@ -11,9 +10,11 @@ import pytest
 import torch
 from managed import managed, parameter
 
+from bmt_core.comm.objects import all_gather_object
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
+from bmt_core.testing import on_ranks, run_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 
 
@@ -97,27 +98,26 @@ def _masked_loss(model: Model, x: torch.Tensor, uses_rare: bool, distribute: tup
     return model.loss(torch.where(torch.tensor(uses_rare), x * rare, x), uses_rare=False)
 
 
-NAMES = ("first", "second", "bias", "rare")
+def are_equal_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
+    first = all_gather_object(tensors, runtime.current().world)[0]
+    return all(torch.equal(a, b) for a, b in zip(tensors, first, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 @pytest.mark.parametrize("max_norm", [1e9, 0.05])
-def test_plain_parameters_are_summed_over_ranks_exactly_once(
-    run_ranks: Any, world_size: int, loss_scale: float | None, max_norm: float
-) -> None:
+def test_plain_parameters_are_summed_over_ranks_exactly_once(loss_scale: float | None, max_norm: float) -> None:
     params, norms, has_rare = expected_training(torch.float64, max_norm)
-    results = run_ranks(ranks_training, world_size, (), max_norm, loss_scale)
-    for found, found_norms, found_rare in results:
-        assert found_norms == pytest.approx(norms, rel=1e-5)
-        assert found_rare == has_rare == [True, True, False, True, True]  # None on all ranks, or on none
-        for a, b in zip(found, params, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-        for a, b in zip(found, results[0][0], strict=True):
-            assert torch.equal(a, b), "ranks drifted apart"
+    found, found_norms, found_rare = ranks_training((), max_norm, loss_scale)
+    assert found_norms == pytest.approx(norms, rel=1e-5)
+    assert found_rare == has_rare == [True, True, False, True, True]  # None on all ranks, or on none
+    torch.testing.assert_close(found, params, rtol=1e-6, atol=1e-7)
+    assert are_equal_on_all_ranks(found), "ranks drifted apart"
 
 
-def reduced_by_the_program(reduces: bool, sums: bool) -> list[str]:
+@on_ranks(2)
+@pytest.mark.parametrize(("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_gradients_that_the_program_has_reduced_are_warned_of_once(reduces: bool, sums: bool, count: int) -> None:
     model = Model(torch.float32)
     manager = OptimManager(sum_plain_gradients=sums)
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -131,46 +131,25 @@ def reduced_by_the_program(reduces: bool, sums: bool) -> list[str]:
                     runtime.current().world.all_reduce(p.grad).wait()
             manager.clip_grad_norm(model.parameters(), 1.0)
             manager.step()
-    return [str(warning.message) for warning in caught]
+    assert len(caught) == (count if runtime.rank() == 0 else 0)
+    assert all("OptimManager(sum_plain_gradients=False)" in str(warning.message) for warning in caught)
 
 
-@pytest.mark.parametrize(("reduces", "sums", "count"), [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_gradients_that_the_program_has_reduced_are_warned_of_once(
-    run_ranks: Any, reduces: bool, sums: bool, count: int
-) -> None:
-    said, unsaid = run_ranks(reduced_by_the_program, 2, reduces, sums)
-    assert len(said) == count and unsaid == []
-    assert all("OptimManager(sum_plain_gradients=False)" in text for text in said)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("distribute", [("first", "second", "bias"), ("first", "bias")])
 @pytest.mark.parametrize("max_norm", [1e9, 0.05])
-def test_sharded_and_plain_parameters_together_equal_one_process(
-    run_ranks: Any, world_size: int, distribute: tuple[str, ...], max_norm: float
-) -> None:
+def test_sharded_and_plain_parameters_together_equal_one_process(distribute: tuple[str, ...], max_norm: float) -> None:
     params, norms, _ = expected_training(torch.float64, max_norm)
-    for found, found_norms, _ in run_ranks(ranks_training, world_size, distribute, max_norm, 64.0):
-        assert found_norms == pytest.approx(norms, rel=1e-5)  # replicas are counted once
-        for a, b in zip(found, params, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    found, found_norms, _ = ranks_training(distribute, max_norm, 64.0)
+    assert found_norms == pytest.approx(norms, rel=1e-5)  # replicas are counted once
+    torch.testing.assert_close(found, params, rtol=1e-6, atol=1e-7)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("loss_scale", [None, 8.0])
-def test_overflow_on_one_rank_skips_on_all(
-    run_ranks: Any, bad_rank: int, dtype: torch.dtype, loss_scale: float | None
-) -> None:
-    for skipped, value, scale, is_cleared, num_warnings in run_ranks(_overflow, 2, bad_rank, dtype, loss_scale):
-        assert skipped == 1 and torch.equal(value, torch.arange(5).to(dtype)) and is_cleared
-        assert scale == (4.0 if loss_scale else 1)
-        assert num_warnings <= 1
-
-
-def _overflow(
-    bad_rank: int, dtype: torch.dtype, loss_scale: float | None
-) -> tuple[int, torch.Tensor, float, bool, int]:
+def test_overflow_on_one_rank_skips_on_all(bad_rank: int, dtype: torch.dtype, loss_scale: float | None) -> None:
     shard = DistributedParameter(torch.arange(5).to(dtype))
     manager = OptimManager(loss_scale=loss_scale)
     manager.add_optimizer(AdamOptimizer([shard]))
@@ -180,58 +159,42 @@ def _overflow(
         manager.step()
     expected = 1 if loss_scale is None and runtime.rank() == 0 else 0
     assert len(caught) == expected, "rank 0 reports, and only without scaling"
-    return manager.skipped_steps, shard.gather().detach(), manager.loss_scale, shard.grad is None, len(caught)
+    assert manager.skipped_steps == 1 and manager.loss_scale == (4.0 if loss_scale else 1)
+    assert torch.equal(shard.gather().detach(), torch.arange(5).to(dtype)) and shard.grad is None
 
 
-def test_a_raised_bad_gradient_is_raised_on_all_ranks(run_ranks: Any) -> None:
-    assert run_ranks(_raises, 2) == ["FloatingPointError"] * 2
-
-
-def _raises() -> str:
+@on_ranks(2)
+def test_a_raised_bad_gradient_is_raised_on_all_ranks() -> None:
     p = parameter()
     manager = managed(p, non_finite="raise")
     p.grad = torch.full((3,), math.nan if runtime.rank() else 1.0)
-    try:
+    with pytest.raises(FloatingPointError):
         manager.step()
-    except FloatingPointError as error:
-        return type(error).__name__
-    return "no error"
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_gradients_of_plain_parameters_are_summed_in_float32(run_ranks: Any, dtype: torch.dtype) -> None:
-    for grad in run_ranks(_half_sum, 4, dtype):
-        # Rank by rank in half precision this would be 256 + 1 + 1 + 1 = 256 (bfloat16).
-        assert torch.equal(grad, torch.full((3,), 259.0).to(dtype))
-
-
-def _half_sum(dtype: torch.dtype) -> torch.Tensor:
+def test_half_gradients_of_plain_parameters_are_summed_in_float32(dtype: torch.dtype) -> None:
     p = parameter(dtype=dtype)
     manager = managed(p, grad_scale=1)
     p.grad = torch.full((3,), 1.0 if runtime.rank() else 256.0, dtype=dtype)
     manager.clip_grad_norm([p], 1e9)
-    return p.grad
+    # Rank by rank in half precision this would be 256 + 1 + 1 + 1 = 256 (bfloat16).
+    assert torch.equal(p.grad, torch.full((3,), 259.0).to(dtype))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("distribute", [(), ("first", "bias", "rare")])
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
-def test_clipping_between_backward_passes_equals_plain_torch(run_ranks: Any, loss_scale: float | None) -> None:
+def test_clipping_between_backward_passes_equals_plain_torch(
+    distribute: tuple[str, ...], loss_scale: float | None
+) -> None:
     expected = Model(torch.float64)
-    clip_after_each_backward(expected, torch.optim.SGD(expected.parameters(), lr=1.0))
-    for distributed in ((), ("first", "bias", "rare")):
-        for found in run_ranks(clip_on_ranks, 2, distributed, loss_scale):
-            for name, value in zip(NAMES, found, strict=True):
-                # Norms are float32.
-                torch.testing.assert_close(value, getattr(expected, name).detach(), rtol=1e-5, atol=1e-7)
-
-
-def clip_after_each_backward(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    plain = torch.optim.SGD(expected.parameters(), lr=1.0)
     for number, rows in enumerate(batches(torch.float64)[:3, 0]):
-        sum(model.loss(row[None], uses_rare=number == 1) / 4 for row in rows).backward()  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-
-
-def clip_on_ranks(distribute: tuple[str, ...], loss_scale: float | None) -> list[torch.Tensor]:
+        sum(expected.loss(row[None], uses_rare=number == 1) / 4 for row in rows).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    plain.step()
     model = Model(torch.float64, distribute)
     manager = OptimManager(loss_scale=loss_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -241,14 +204,12 @@ def clip_on_ranks(distribute: tuple[str, ...], loss_scale: float | None) -> list
             manager.backward(model.loss(row[None], uses_rare=number == 1) / 2)
         manager.clip_grad_norm(optimizer.param_groups, 0.1)
     manager.step()
-    return [model.whole(name).detach() for name in NAMES]
+    for name in ("first", "second", "bias", "rare"):  # norms are float32
+        torch.testing.assert_close(model.whole(name), expected.whole(name), rtol=1e-5, atol=1e-7)
 
 
-def test_gradients_are_local_again_after_they_were_cleared_in_any_way(run_ranks: Any) -> None:
-    assert run_ranks(_clear_in_any_way, 2) == [[3.0, 3.0, 3.0, 3.0, 3.0]] * 2
-
-
-def _clear_in_any_way() -> list[float]:
+@on_ranks(2)
+def test_gradients_are_local_again_after_they_were_cleared_in_any_way() -> None:
     p = parameter(0.0)
     manager = managed(p, "momentum", grad_scale=1)
     found = []
@@ -271,89 +232,74 @@ def _clear_in_any_way() -> list[float]:
     backward()
     manager.clip_grad_norm([p], 1e9)
     found.append(p.grad.item())
-    return found
+    assert found == [3.0, 3.0, 3.0, 3.0, 3.0]
 
 
-def test_a_gradient_replaced_on_one_rank_only_is_an_error_on_all(run_ranks: Any) -> None:
-    assert run_ranks(_replace_on_one_rank, 2) == ["replaced between clip_grad_norm() and step()"] * 2
-
-
-def _replace_on_one_rank() -> str:
+@on_ranks(2)
+def test_a_gradient_replaced_on_one_rank_only_is_an_error_on_all() -> None:
     p = parameter()
     manager = managed(p)
     p.grad = torch.ones(3)
     manager.clip_grad_norm([p], 1.0)
     if runtime.rank() == 0:
         p.grad = torch.ones(3)
-    try:
+    with pytest.raises(RuntimeError, match=r"replaced between clip_grad_norm\(\) and step\(\)"):
         manager.step()
-    except RuntimeError as error:
-        text = "replaced between clip_grad_norm() and step()"
-        return text if text in str(error) else str(error)
-    return "no error"
 
 
-def test_sums_can_be_left_to_the_program(run_ranks: Any) -> None:
-    assert run_ranks(_own_sums, 2) == [1.0, 2.0]
-
-
-def _own_sums() -> float:
+@on_ranks(2)
+def test_sums_can_be_left_to_the_program() -> None:
     p = parameter(0.0)
     manager = managed(p, sum_plain_gradients=False)
     p.grad = torch.tensor([1.0 + runtime.rank()])
     manager.step()
-    assert p.grad is not None
-    return p.grad.item()
+    assert p.grad is not None and p.grad.item() == 1.0 + runtime.rank()
 
 
-def test_grad_scale_is_the_number_of_ranks_with_different_data(run_ranks: Any) -> None:
-    assert run_ranks(_grad_scales, 4) == [(4, 2, 7)] * 4
-
-
-def _grad_scales() -> tuple[float, float, float]:
+@on_ranks(4)
+def test_grad_scale_is_the_number_of_ranks_with_different_data() -> None:
     manager = OptimManager()
-    data_parallel = manager.grad_scale
+    assert manager.grad_scale == 4
     run = runtime.current()
     run.topology = Topology({"pp": 1, "dp": 2, "tp": 2}, run.rank, run.backend, same_data={"tp"})
-    return data_parallel, manager.grad_scale, OptimManager(grad_scale=7).grad_scale
+    assert manager.grad_scale == 2 and OptimManager(grad_scale=7).grad_scale == 7
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("norm_type", [1, 2, "inf"])
-def test_norm_counts_every_element_once_with_empty_shards(run_ranks: Any, norm_type: float | str) -> None:
+def test_norm_counts_every_element_once_with_empty_shards(norm_type: float | str) -> None:
     generator = torch.Generator().manual_seed(0)
     grads = [torch.randn(shape, generator=generator) for shape in [(7,), (1,), (3, 3)]]
     expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]), float(norm_type)).item()
-    for norm, wholes in run_ranks(_norm, 4, grads, norm_type):
-        assert norm == pytest.approx(expected, rel=1e-5)
-        for whole, grad in zip(wholes, grads, strict=True):
-            torch.testing.assert_close(whole, grad * (0.5 / (expected + 1e-6)))
-
-
-def _norm(grads: list[torch.Tensor], norm_type: float | str) -> tuple[float, list[torch.Tensor]]:
     shards = [DistributedParameter(torch.zeros_like(g)) for g in grads[:2]]
     for shard, grad in zip(shards, grads, strict=False):
         shard.grad = shard.local_part(grad).clone()
     plain = torch.nn.Parameter(torch.zeros(3, 3))
-    plain.grad = copy.deepcopy(grads[2]) if runtime.rank() == 1 else None  # the local gradients add up to this
-    manager = OptimManager()
-    norm = manager.clip_grad_norm([*shards, plain], 0.5, norm_type=norm_type).item()
-    assert plain.grad is not None
-    return norm, [*(s.gather_like(s.grad) for s in shards if s.grad is not None), plain.grad]
+    plain.grad = grads[2].clone() if runtime.rank() == 1 else None  # the local gradients add up to this
+    norm = OptimManager().clip_grad_norm([*shards, plain], 0.5, norm_type=norm_type)
+    assert norm.item() == pytest.approx(expected, rel=1e-5)
+    clipped = [*(s.gather_like(s.grad) for s in shards), plain.grad]
+    torch.testing.assert_close(clipped, [grad * (0.5 / (expected + 1e-6)) for grad in grads])
 
 
 # Losses that did not go through scale_loss
 
 
-def plain_backward(clips: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """Another manager of the same run scales losses of its own in between."""
-    others = parameter()
-    other = managed(others, "bmt")
-    model = Model(torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+@on_ranks(1, 2, 4, init=None)
+@pytest.mark.parametrize("gradients", ["sum", "mean"])
+@pytest.mark.parametrize("clips", [False, True])
+def test_ordinary_parameters_get_the_mean_of_plain_backwards(gradients: Any, clips: bool) -> None:
+    runtime.init_distributed(device="cpu", gradients=gradients)
+    others, model, plain = parameter(), Model(torch.float64), Model(torch.float64)
+    other = managed(others, "bmt")  # another manager of the same run scales losses of its own in between
+    optimizer, torchs = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain))
     manager = OptimManager()
     manager.add_optimizer(optimizer)
-    rows, norms = 4 // runtime.world_size(), []
+    rows = 4 // runtime.world_size()
     for micro_batches in batches(torch.float64):
+        torchs.zero_grad()
+        for micro_batch in micro_batches:
+            (plain.loss(micro_batch, uses_rare=True) / 2).backward()
         other.backward(others.sum())
         other.step()
         manager.zero_grad()
@@ -361,32 +307,13 @@ def plain_backward(clips: bool) -> tuple[list[torch.Tensor], list[float]]:
             own = micro_batch[runtime.rank() * rows :][:rows]
             (model.loss(own, uses_rare=True) / 2).backward()
         if clips:
-            norms.append(manager.clip_grad_norm(optimizer.param_groups, 0.05).item())
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            found_norm = manager.clip_grad_norm(optimizer.param_groups, 0.05)
+            assert found_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        torchs.step()
         manager.step()
-    return [p.detach() for p in model.parameters()], norms
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("gradients", ["sum", "mean"])
-@pytest.mark.parametrize("clips", [False, True])
-def test_ordinary_parameters_get_the_mean_of_plain_backwards(
-    run_ranks: Any, world_size: int, gradients: str, clips: bool
-) -> None:
-    model, norms = Model(torch.float64), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for micro_batches in batches(torch.float64):
-        optimizer.zero_grad()
-        for micro_batch in micro_batches:
-            (model.loss(micro_batch, uses_rare=True) / 2).backward()
-        if clips:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
-        optimizer.step()
-    results = run_ranks(plain_backward, world_size, clips, init={"gradients": gradients})
-    for found, found_norms in results:
-        assert found_norms == pytest.approx(norms, rel=1e-5)
-        for p, expected in zip(found, model.parameters(), strict=True):
-            torch.testing.assert_close(p, expected.detach(), rtol=1e-6, atol=1e-7)
-        assert all(torch.equal(a, b) for a, b in zip(found, results[0][0], strict=True))
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-7)
+    assert are_equal_on_all_ranks([p.detach() for p in model.parameters()])
 
 
 def two_managers() -> list[float]:
@@ -405,21 +332,17 @@ def two_managers() -> list[float]:
     return [float(grad.sum()) for grad in grads if grad is not None]
 
 
-def test_a_loss_that_another_manager_has_scaled_is_not_divided_twice(run_ranks: Any) -> None:
+def test_a_loss_that_another_manager_has_scaled_is_not_divided_twice() -> None:
     expected = run_ranks(two_managers, 1)[0]
     assert run_ranks(two_managers, 2)[0] == pytest.approx([1.5 * number for number in expected], rel=0.05)
 
 
-def mixed_ranks() -> float:
-    """Only the last rank scales a loss, as the last stage of a pipeline does; the other has gradients of its own backward."""
+@on_ranks(2)
+def test_ranks_agree_on_the_divisor_though_one_alone_has_scaled_its_loss() -> None:
+    # As the last stage of a pipeline does; the other has gradients of its own backward.
     p = parameter()
     manager = managed(p, "bmt")
     loss = p.sum() * 2.0
     (manager.scale_loss(loss) if runtime.rank() == 1 else loss / 2).backward()
     manager.clip_grad_norm([p], 1e9)
-    assert p.grad is not None
-    return float(p.grad.max())
-
-
-def test_ranks_agree_on_the_divisor_though_one_alone_has_scaled_its_loss(run_ranks: Any) -> None:
-    assert run_ranks(mixed_ranks, 2) == [2.0, 2.0]
+    assert p.grad is not None and float(p.grad.max()) == 2.0
