@@ -1,4 +1,4 @@
-"""Parameters for tests of ``AdamOptimizer``, and what runs on several ranks."""
+"""Parameters for tests of ``AdamOptimizer``, whole and sharded."""
 
 from __future__ import annotations
 
@@ -21,18 +21,11 @@ def give_gradients(params: list[torch.nn.Parameter], step: int, *, scale: float 
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
 
 
-def masters_of_shards(compact_master: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Train for six steps, and return whole parameters and whole masters."""
-    whole = parameters(torch.bfloat16)
-    shards = [DistributedParameter(p.detach()) for p in whole]
-    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1, compact_master=compact_master)
-    for step in range(6):
-        give_gradients(whole, step)
-        for p, shard in zip(whole, shards, strict=True):
-            assert p.grad is not None
-            shard.grad = shard.local_part(p.grad).clone()
-        optimizer.step()
-    return [(s.gather_like(s.detach()), s.gather_like(optimizer.portable_state(s)["_param_fp32"])) for s in shards]
+def give_parts(shards: list[DistributedParameter], params: list[torch.nn.Parameter]) -> None:
+    """Give each shard its part of the gradient of a whole parameter."""
+    for shard, p in zip(shards, params, strict=True):
+        assert p.grad is not None
+        shard.grad = shard.local_part(p.grad).clone()
 
 
 def masters(optimizer: AdamOptimizer) -> list[torch.Tensor]:

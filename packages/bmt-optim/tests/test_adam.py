@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded_adam import bits, give_gradients, is_half, masters, parameters
+from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters
 
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.testing import on_ranks
 from bmt_optim import AdamOptimizer
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -345,31 +345,20 @@ def test_a_deepcopy_steps_on_its_own() -> None:
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_equal_whole_parameters(run_ranks: Callable[..., Any], world_size: int, dtype: torch.dtype) -> None:
+def test_shards_equal_whole_parameters(dtype: torch.dtype) -> None:
     params = parameters(dtype)
-    optimizer = AdamOptimizer(params, lr=0.01, weight_decay=0.1)
+    shards = [DistributedParameter(p.detach()) for p in params]
+    optimizer, on_shards = (AdamOptimizer(each, lr=0.01, weight_decay=0.1) for each in (params, shards))
     for step in range(4):
         give_gradients(params, step)
+        give_parts(shards, params)
         optimizer.step()
-    for gathered in run_ranks(_sharded_training, world_size, dtype):
-        for (value, exp_avg), p in zip(gathered, params, strict=True):
-            assert torch.equal(value, p.detach())
-            assert torch.equal(exp_avg, optimizer.state[p]["exp_avg"])
-
-
-def _sharded_training(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    whole = parameters(dtype)
-    shards = [DistributedParameter(p.detach()) for p in whole]
-    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1)
-    for step in range(4):
-        give_gradients(whole, step)
-        for p, shard in zip(whole, shards, strict=True):
-            assert p.grad is not None
-            shard.grad = shard.local_part(p.grad).clone()
-        optimizer.step()
-    return [(s.gather_like(s.detach()), s.gather_like(optimizer.state[s]["exp_avg"])) for s in shards]
+        on_shards.step()
+    for shard, p in zip(shards, params, strict=True):
+        assert torch.equal(shard.gather_like(shard.detach()), p.detach())
+        assert torch.equal(shard.gather_like(on_shards.state[shard]["exp_avg"]), optimizer.state[p]["exp_avg"])
 
 
 # On a GPU torch's fused kernel takes the step

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import pickle
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,33 +14,36 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Offload
-from sharded_adam import bits, give_gradients, is_half, masters, masters_of_shards, parameters
+from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters
 
 from bmt_core.checkpoint import load
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
+from bmt_core.testing import on_ranks
 from bmt_optim import AdamOptimizer
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4, env={"BMT_KERNELS": "reference"})  # compiled kernels equal torch's Adam to rounding only
 @pytest.mark.parametrize("compact_master", [False, True])
-def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(
-    run_ranks: Callable[..., Any], world_size: int, compact_master: bool
-) -> None:
+def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(compact_master: bool) -> None:
     halves = parameters(torch.bfloat16)
+    shards = [DistributedParameter(p.detach()) for p in halves]
     wide = [torch.nn.Parameter(p.detach().float()) for p in halves]
+    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1, compact_master=compact_master)
     plain = torch.optim.AdamW(wide, lr=0.01, weight_decay=0.1)
     for step in range(6):
         give_gradients(halves, step)
         for p, half in zip(wide, halves, strict=True):
             assert half.grad is not None
             p.grad = half.grad.float()
+        give_parts(shards, halves)
+        optimizer.step()
         plain.step()
-    # Compiled kernels equal torch's half-precision Adam to rounding only.
-    for gathered in run_ranks(masters_of_shards, world_size, compact_master, env={"BMT_KERNELS": "reference"}):
-        for (value, master), p in zip(gathered, wide, strict=True):
-            assert torch.equal(master, p.detach()) and torch.equal(value, p.detach().bfloat16())
+    for shard, p in zip(shards, wide, strict=True):
+        assert torch.equal(shard.gather_like(optimizer.portable_state(shard)["_param_fp32"]), p)
+        assert torch.equal(shard.gather_like(shard.detach()), p.bfloat16())
 
 
 def test_a_compact_master_is_the_same_master_in_two_bytes() -> None:
@@ -178,22 +181,19 @@ def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtyp
 needs_kernels = pytest.mark.skipif(find_spec("bmt_kernels") is None, reason="bmt-kernels is not installed")
 
 
+@on_ranks(2, init=None)
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=needs_kernels)])
-def test_loaded_weights_train_on_whatever_is_installed(run_ranks: Any, tmp_path: Path, kernels: str) -> None:
-    torch.save({"weight": torch.full((3, 5), 5.0)}, tmp_path / "five.pt")
+def test_loaded_weights_train_on_whatever_is_installed(tmp_path: Path, kernels: str) -> None:
+    os.environ["BMT_KERNELS"] = kernels
+    runtime.init_distributed(device="cpu")
+    file = tmp_path / f"{runtime.rank()}.pt"
+    torch.save({"weight": torch.full((3, 5), 5.0)}, file)
     plain = torch.nn.Parameter(torch.ones(3, 5))
     torchs = torch.optim.AdamW([plain], lr=0.5, weight_decay=0)
     for value in (1.0, 5.0):
         plain.grad = torch.ones(3, 5)
         plain.data.fill_(value)
         torchs.step()
-    for weights in run_ranks(load_between_steps, 2, tmp_path / "five.pt", env={"BMT_KERNELS": kernels}):
-        for weight in weights:
-            torch.testing.assert_close(weight.float(), plain.detach(), rtol=2**-7, atol=0)
-
-
-def load_between_steps(file: Path) -> list[torch.Tensor]:
-    weights = []
     for kind in (AdamOptimizer, Offload):
         for dtype, compact_master in [*MASTERS, (torch.bfloat16, None), (torch.float32, None)]:
             model = DistributedModule()
@@ -204,8 +204,7 @@ def load_between_steps(file: Path) -> list[torch.Tensor]:
                     load(model, file)
                 p.grad = torch.ones_like(p)
                 optimizer.step()
-            weights.append(p.gather_like(p.detach()).clone())
-    return weights
+            torch.testing.assert_close(p.gather_like(p.detach()).float(), plain, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("compact_master", [False, True])
