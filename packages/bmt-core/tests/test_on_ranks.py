@@ -70,6 +70,18 @@ def test_a_failure_shows_its_ranks_its_lines_and_their_values() -> None:
 
 
 @on_ranks(2, init=None)
+def fails_alike() -> None:
+    assert object() is None
+
+
+def test_equal_failures_are_shown_once() -> None:
+    with pytest.raises(
+        pytest.fail.Exception, match=r"----- rank 0, 1 -----(\n.*)*assert <object object at 0x…> is None"
+    ):
+        fails_alike(world_size=2)  # type: ignore[call-arg]
+
+
+@on_ranks(2, init=None)
 def skips_on_rank_1() -> None:
     if rank() == 1:
         pytest.skip("nothing here")

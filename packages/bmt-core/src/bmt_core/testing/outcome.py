@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class RankFailure(Exception):
 
 
 def _report(function: str, outcomes: Sequence[Outcome]) -> str:
-    """Return one line per rank, then the tracebacks, equal ones only once."""
+    """Return one line per rank, then the tracebacks, those that are equal but for addresses only once."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     lines = [f"{function} failed on {len(failed)} of {len(outcomes)} ranks."]
     for outcome in outcomes:
@@ -77,7 +78,7 @@ def _report(function: str, outcomes: Sequence[Outcome]) -> str:
         lines.append(f"  rank {outcome.rank}: {result}")
     ranks_of: dict[str, list[int]] = {}
     for outcome in failed:
-        ranks_of.setdefault(outcome.traceback, []).append(outcome.rank)
+        ranks_of.setdefault(re.sub("0x[0-9a-f]+", "0x…", outcome.traceback), []).append(outcome.rank)
     for text, ranks in ranks_of.items():
         if text:
             lines += ["", f"----- rank {', '.join(map(str, ranks))} -----", text.rstrip()]
