@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from bmt_core.params.parameter import DistributedParameter
@@ -19,6 +21,14 @@ def give_gradients(params: list[torch.nn.Parameter], step: int, *, scale: float 
     generator = torch.Generator().manual_seed(100 + step)
     for p in params:
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
+
+
+def train(steps: Iterable[int], *optimizers: torch.optim.Optimizer) -> None:
+    """Take the same steps with all optimizers."""
+    for step in steps:
+        for optimizer in optimizers:
+            give_gradients([p for group in optimizer.param_groups for p in group["params"]], step)
+            optimizer.step()
 
 
 def give_parts(shards: list[DistributedParameter], params: list[torch.nn.Parameter]) -> None:

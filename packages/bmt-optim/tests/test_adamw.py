@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_adam import give_gradients, give_parts, masters, parameters
+from sharded_adam import give_gradients, give_parts, masters, parameters, train
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
@@ -15,17 +15,10 @@ from bmt_core.testing import on_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW, OptimManager, create
 
 
-def _train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
-    for step in steps:
-        give_gradients(params, step)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("options", [{}, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}])
 def test_float32_is_torch_adamw_in_every_bit_with_its_defaults(options: dict[str, Any]) -> None:
     ours, theirs = parameters(), parameters()
-    _train(create("adamw", ours, **options), ours, range(6))
-    _train(torch.optim.AdamW(theirs, **options), theirs, range(6))
+    train(range(6), create("adamw", ours, **options), torch.optim.AdamW(theirs, **options))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -51,7 +44,7 @@ def test_masters_of_halves_follow_torch_adamw(dtype: torch.dtype) -> None:
 def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, through_manager: bool) -> None:
     ours, theirs = parameters(), parameters()
     other = kind(theirs, lr=0.01, weight_decay=0.1)
-    _train(other, theirs, range(3))
+    train(range(3), other)
     for p, q in zip(ours, theirs, strict=True):
         p.data.copy_(q.detach())
     mine = AdamW(ours, lr=0.5, weight_decay=0.2)
@@ -66,8 +59,7 @@ def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, thro
     expected.load_state_dict({**other.state_dict(), "param_groups": expected.state_dict()["param_groups"]})
     for state in expected.state.values():
         state["step"] = torch.tensor(float(state["step"]))
-    _train(mine, ours, range(3, 6))
-    _train(expected, theirs, range(3, 6))
+    train(range(3, 6), mine, expected)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Offload
-from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters
+from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters, train
 
 from bmt_core.checkpoint import load
 from bmt_core.modules.distributed_module import DistributedModule
@@ -103,16 +103,14 @@ def test_by_default_the_kernels_decide(has_compact_adam: bool, monkeypatch: pyte
 def test_without_a_kernel_for_it_masters_are_whole() -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     assert all(optimizer.state[p]["_param_fp32"].dtype == torch.float32 for p in params)
 
 
 def test_float16_keeps_a_whole_master() -> None:
     params = parameters(torch.float16)
     optimizer = AdamOptimizer(params, compact_master=True)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     assert all(optimizer.state[p]["_param_fp32"].dtype == torch.float32 for p in params)
 
 
@@ -122,9 +120,7 @@ def test_float16_keeps_a_whole_master() -> None:
 def test_a_state_of_either_setting_resumes_with_either(before: bool, after: bool, is_model_first: bool) -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params, lr=0.01, compact_master=before)
-    for step in range(5):
-        give_gradients(params, step)
-        optimizer.step()
+    train(range(5), optimizer)
     if not before:  # halves beside an even and an odd number, which the settings round in different ways
         halves = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
         optimizer.state[params[1]]["_param_fp32"][:2] = halves
@@ -144,10 +140,7 @@ def test_a_state_of_either_setting_resumes_with_either(before: bool, after: bool
         resumed.load_state_dict(saved)
     assert all(torch.equal(a, b) for a, b in zip(masters(optimizer), masters(resumed), strict=True))
     for step in range(5, 9):
-        give_gradients(params, step)
-        give_gradients(resumed_params, step)
-        optimizer.step()
-        resumed.step()
+        train([step], optimizer, resumed)
         assert all(torch.equal(a, b) for a, b in zip(masters(optimizer), masters(resumed), strict=True))
     assert resumed.compact_master == after
     assert all(("_param_remainder" in resumed.state[p]) == after for p in resumed_params)
@@ -162,8 +155,7 @@ MASTERS = [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, Fals
 def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtype, compact_master: bool) -> None:
     p = torch.nn.Parameter(torch.linspace(-3, 3, 1000).to(dtype))
     optimizer = kind([p], lr=0.01, compact_master=compact_master)
-    give_gradients([p], 0)
-    optimizer.step()
+    train([0], optimizer)
     before = masters(optimizer)[0]
     with torch.no_grad():
         p[:500] = 0.0  # a mask
@@ -172,8 +164,7 @@ def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtyp
     assert after[:500].abs().max() < 1e-38
     torch.testing.assert_close(after[500:600], torch.full((100,), 2.0), rtol=2**-8, atol=0)
     assert torch.equal(after[600:], before[600:]) and not torch.equal(before[600:], p[600:].float())
-    give_gradients([p], 1)
-    optimizer.step()
+    train([1], optimizer)
     assert p.isfinite().all() and masters(optimizer)[0].isfinite().all()
     assert p[:500].abs().max() < 0.02 and (p[500:600] - 2).abs().max() < 0.02
 
@@ -226,8 +217,7 @@ def test_small_updates_add_up_although_somebody_writes_the_parameter_in_every_st
 def test_the_setting_survives_copies_and_pickles(compact_master: bool | None) -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params, compact_master=compact_master)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert copied.compact_master == compact_master
         give_gradients(copied.param_groups[0]["params"], 1)
@@ -239,8 +229,7 @@ def test_the_setting_survives_copies_and_pickles(compact_master: bool | None) ->
 def test_a_parameter_made_float32_goes_on_from_its_master(compact_master: bool) -> None:
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = AdamOptimizer([p], lr=1e-4, compact_master=compact_master)
-    give_gradients([p], 0)
-    optimizer.step()
+    train([0], optimizer)
     master = masters(optimizer)[0].clone()
     p.grad = None
     p.data = p.data.float()
