@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import bmt_core
 from bmt_core.testing import on_ranks
@@ -45,6 +46,12 @@ def test_options_are_those_of_run_ranks(expected: str) -> None:
 @on_ranks(1, 2, init=lambda world_size: {"tp_size": world_size})
 def test_the_start_of_a_run_may_depend_on_the_number_of_ranks(world_size: int) -> None:
     assert bmt_core.current().topology.axis_size("tp") == world_size
+
+
+@on_ranks(1, init=None)
+@torch.no_grad()
+def test_further_decorators_apply_on_the_ranks() -> None:
+    assert not torch.is_grad_enabled()
 
 
 @on_ranks(3, init=None)

@@ -77,16 +77,18 @@ def _rewritten_code(test: Callable[..., None]) -> tuple[bytes, dict[str, str]]:
 
     Pytest has rewritten the asserts, so that they tell their values. The ranks import the module as it is in the file.
     """
-    assert isinstance(test, FunctionType)
-    added = {name: value.__name__ for name, value in test.__globals__.items() if name.startswith("@")}
-    return marshal.dumps(test.__code__), added
+    function = inspect.unwrap(test)
+    assert isinstance(function, FunctionType)
+    added = {name: value.__name__ for name, value in function.__globals__.items() if name.startswith("@")}
+    return marshal.dumps(function.__code__), added
 
 
 def _run_body(reference: FunctionReference, code: tuple[bytes, dict[str, str]], arguments: dict[str, bytes]) -> None:
-    test: Any = inspect.unwrap(reference.resolve())
+    test: Any = reference.resolve().__wrapped__  # type: ignore[attr-defined]
+    function: Any = inspect.unwrap(test)
+    function.__code__ = marshal.loads(code[0])
     for name, module in code[1].items():
-        test.__globals__[name] = importlib.import_module(module)
-    test.__code__ = marshal.loads(code[0])
+        function.__globals__[name] = importlib.import_module(module)
     result = test(**{name: pickle.loads(value) for name, value in arguments.items()})
     if result is not None:
         raise TypeError(f"{test.__qualname__} returned {result!r}. A test returns nothing: assert what holds.")
