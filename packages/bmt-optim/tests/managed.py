@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmt_optim import AdamOptimizer, OptimManager
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+BAD = [math.inf, -math.inf, math.nan]
 
 
 class Unaware(torch.optim.Optimizer):
@@ -68,3 +74,16 @@ def managed(p: torch.nn.Parameter, kind: str = "bmt", **options: Any) -> OptimMa
     manager = OptimManager(**options)
     manager.add_optimizer(KINDS[kind]([p]))
     return manager
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Fail when a tensor's value is read on the host: what would make the host wait for a GPU."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read on the host"
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield

@@ -1,6 +1,8 @@
-"""Parameters for tests of ``AdamOptimizer``, and what runs on several ranks."""
+"""Parameters for tests of ``AdamOptimizer``, whole and sharded."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
@@ -21,18 +23,19 @@ def give_gradients(params: list[torch.nn.Parameter], step: int, *, scale: float 
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.dtype)
 
 
-def masters_of_shards(compact_master: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Train for six steps, and return whole parameters and whole masters."""
-    whole = parameters(torch.bfloat16)
-    shards = [DistributedParameter(p.detach()) for p in whole]
-    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1, compact_master=compact_master)
-    for step in range(6):
-        give_gradients(whole, step)
-        for p, shard in zip(whole, shards, strict=True):
-            assert p.grad is not None
-            shard.grad = shard.local_part(p.grad).clone()
-        optimizer.step()
-    return [(s.gather_like(s.detach()), s.gather_like(optimizer.portable_state(s)["_param_fp32"])) for s in shards]
+def train(steps: Iterable[int], *optimizers: torch.optim.Optimizer) -> None:
+    """Take the same steps with all optimizers."""
+    for step in steps:
+        for optimizer in optimizers:
+            give_gradients([p for group in optimizer.param_groups for p in group["params"]], step)
+            optimizer.step()
+
+
+def give_parts(shards: list[DistributedParameter], params: list[torch.nn.Parameter]) -> None:
+    """Give each shard its part of the gradient of a whole parameter."""
+    for shard, p in zip(shards, params, strict=True):
+        assert p.grad is not None
+        shard.grad = shard.local_part(p.grad).clone()
 
 
 def masters(optimizer: AdamOptimizer) -> list[torch.Tensor]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded_adam import bits, give_gradients, is_half, masters, parameters
+from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters, train
 
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
+from bmt_testing import on_ranks
 from bmt_optim import AdamOptimizer
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -48,10 +48,7 @@ def test_float32_equals_torch_in_every_bit(weight_decay: float, foreach: bool) -
     mine = AdamOptimizer(ours, lr=0.01, weight_decay=weight_decay)
     torchs = torch.optim.Adam(theirs, lr=0.01, weight_decay=weight_decay, foreach=foreach)
     for step in range(20):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        mine.step()
-        torchs.step()
+        train([step], mine, torchs)
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b)
             assert torch.equal(mine.state[a]["exp_avg_sq"], torchs.state[b]["exp_avg_sq"])
@@ -62,10 +59,7 @@ def test_decoupled_float32_equals_adamw_in_every_bit() -> None:
     mine = AdamOptimizer(ours, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
     torchs = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
     for step in range(10):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        mine.step()
-        torchs.step()
+        train([step], mine, torchs)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -158,10 +152,7 @@ def test_hold_steps_moves_moments_and_not_parameters_for_exactly_that_many_steps
     optimizer, reference = AdamOptimizer(held, lr=0.1, hold_steps=3), AdamOptimizer(free, lr=0.1)
     start = [p.detach().clone() for p in held]
     for step in range(5):
-        give_gradients(held, step)
-        give_gradients(free, step)
-        optimizer.step()
-        reference.step()
+        train([step], optimizer, reference)
         has_moved = any(not torch.equal(p, s) for p, s in zip(held, start, strict=True))
         assert has_moved == (step >= 3)
     for a, b in zip(held, free, strict=True):
@@ -215,9 +206,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
 def test_state_resumes_in_every_bit(dtype: torch.dtype, through_file: bool) -> None:
     params = parameters(dtype)
     optimizer = AdamOptimizer(params, lr=0.01, weight_decay=0.1, hold_steps=2)
-    for step in range(4):
-        give_gradients(params, step)
-        optimizer.step()
+    train(range(4), optimizer)
     resumed_params = copy.deepcopy(params)
     resumed = AdamOptimizer(resumed_params, lr=0.5)
     saved = optimizer.state_dict()
@@ -227,11 +216,7 @@ def test_state_resumes_in_every_bit(dtype: torch.dtype, through_file: bool) -> N
         file.seek(0)
         saved = torch.load(file, weights_only=True)
     resumed.load_state_dict(saved)
-    for step in range(4, 8):
-        give_gradients(params, step)
-        give_gradients(resumed_params, step)
-        optimizer.step()
-        resumed.step()
+    train(range(4, 8), optimizer, resumed)
     for a, b in zip(params, resumed_params, strict=True):
         assert torch.equal(a, b)
         assert set(optimizer.state[a]) == set(resumed.state[b])
@@ -247,8 +232,7 @@ def test_state_resumes_in_every_bit(dtype: torch.dtype, through_file: bool) -> N
 def test_loaded_state_does_not_share_memory_with_what_it_was_loaded_from() -> None:
     params = parameters()
     optimizer = AdamOptimizer(params)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     other = AdamOptimizer(copy.deepcopy(params))
     saved = optimizer.state_dict()
     before = saved["state"][0]["exp_avg"].clone()
@@ -261,8 +245,7 @@ def test_loaded_state_does_not_share_memory_with_what_it_was_loaded_from() -> No
 def test_state_of_other_shapes_is_refused_and_nothing_changes() -> None:
     params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(6))]
     optimizer = AdamOptimizer(params)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     other_params = [torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(3))]
     other = AdamOptimizer(other_params, lr=0.5)
     with pytest.raises(
@@ -336,8 +319,7 @@ def test_torch_grad_scaler_drives_it() -> None:
 def test_a_deepcopy_steps_on_its_own() -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     twin = copy.deepcopy(optimizer)
     give_gradients(twin.param_groups[0]["params"], 1)
     twin.step()
@@ -345,31 +327,20 @@ def test_a_deepcopy_steps_on_its_own() -> None:
     assert optimizer.state_dict()["state"][0]["step"] == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_equal_whole_parameters(run_ranks: Callable[..., Any], world_size: int, dtype: torch.dtype) -> None:
+def test_shards_equal_whole_parameters(dtype: torch.dtype) -> None:
     params = parameters(dtype)
-    optimizer = AdamOptimizer(params, lr=0.01, weight_decay=0.1)
+    shards = [DistributedParameter(p.detach()) for p in params]
+    optimizer, on_shards = (AdamOptimizer(each, lr=0.01, weight_decay=0.1) for each in (params, shards))
     for step in range(4):
         give_gradients(params, step)
+        give_parts(shards, params)
         optimizer.step()
-    for gathered in run_ranks(_sharded_training, world_size, dtype):
-        for (value, exp_avg), p in zip(gathered, params, strict=True):
-            assert torch.equal(value, p.detach())
-            assert torch.equal(exp_avg, optimizer.state[p]["exp_avg"])
-
-
-def _sharded_training(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    whole = parameters(dtype)
-    shards = [DistributedParameter(p.detach()) for p in whole]
-    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1)
-    for step in range(4):
-        give_gradients(whole, step)
-        for p, shard in zip(whole, shards, strict=True):
-            assert p.grad is not None
-            shard.grad = shard.local_part(p.grad).clone()
-        optimizer.step()
-    return [(s.gather_like(s.detach()), s.gather_like(optimizer.state[s]["exp_avg"])) for s in shards]
+        on_shards.step()
+    for shard, p in zip(shards, params, strict=True):
+        assert torch.equal(shard.gather_like(shard.detach()), p.detach())
+        assert torch.equal(shard.gather_like(on_shards.state[shard]["exp_avg"]), optimizer.state[p]["exp_avg"])
 
 
 # On a GPU torch's fused kernel takes the step

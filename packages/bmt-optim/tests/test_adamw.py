@@ -7,24 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_adam import give_gradients, masters, parameters
+from sharded_adam import give_gradients, give_parts, masters, parameters, train
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
+from bmt_testing import on_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW, OptimManager, create
-
-
-def _train(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
-    for step in steps:
-        give_gradients(params, step)
-        optimizer.step()
 
 
 @pytest.mark.parametrize("options", [{}, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}])
 def test_float32_is_torch_adamw_in_every_bit_with_its_defaults(options: dict[str, Any]) -> None:
     ours, theirs = parameters(), parameters()
-    _train(create("adamw", ours, **options), ours, range(6))
-    _train(torch.optim.AdamW(theirs, **options), theirs, range(6))
+    train(range(6), create("adamw", ours, **options), torch.optim.AdamW(theirs, **options))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -50,7 +44,7 @@ def test_masters_of_halves_follow_torch_adamw(dtype: torch.dtype) -> None:
 def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, through_manager: bool) -> None:
     ours, theirs = parameters(), parameters()
     other = kind(theirs, lr=0.01, weight_decay=0.1)
-    _train(other, theirs, range(3))
+    train(range(3), other)
     for p, q in zip(ours, theirs, strict=True):
         p.data.copy_(q.detach())
     mine = AdamW(ours, lr=0.5, weight_decay=0.2)
@@ -65,8 +59,7 @@ def test_a_state_of_another_adam_loads_and_decay_stays_decoupled(kind: Any, thro
     expected.load_state_dict({**other.state_dict(), "param_groups": expected.state_dict()["param_groups"]})
     for state in expected.state.values():
         state["step"] = torch.tensor(float(state["step"]))
-    _train(mine, ours, range(3, 6))
-    _train(expected, theirs, range(3, 6))
+    train(range(3, 6), mine, expected)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -75,25 +68,19 @@ def test_a_group_that_asks_for_l2_is_refused() -> None:
         AdamW([{"params": parameters(), "decoupled_weight_decay": False}])
 
 
-def _trained_shards() -> list[torch.Tensor]:
-    whole = parameters()
-    shards = [DistributedParameter(p.detach()) for p in whole]
+@on_ranks(1, 2, 4)
+def test_shards_train_as_whole_parameters_in_plain_torch() -> None:
+    params = parameters()
+    shards = [DistributedParameter(p.detach()) for p in params]
     optimizer = AdamW(shards, lr=0.01, weight_decay=0.1)
+    plain = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
     for step in range(6):
-        give_gradients(whole, step)
-        for p, shard in zip(whole, shards, strict=True):
-            assert p.grad is not None
-            shard.grad = shard.local_part(p.grad).clone()
+        give_gradients(params, step)
+        give_parts(shards, params)
         optimizer.step()
-    return [shard.gather_like(shard.detach()) for shard in shards]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_shards_train_as_whole_parameters_in_plain_torch(run_ranks: Any, world_size: int) -> None:
-    expected = parameters()
-    _train(torch.optim.AdamW(expected, lr=0.01, weight_decay=0.1), expected, range(6))
-    for shards in run_ranks(_trained_shards, world_size):
-        assert all(torch.equal(a, b) for a, b in zip(shards, expected, strict=True))
+        plain.step()
+    for shard, p in zip(shards, params, strict=True):
+        assert torch.equal(shard.gather_like(shard.detach()), p)
 
 
 def _warnings_of(make: Any) -> list[warnings.WarningMessage]:
@@ -142,11 +129,8 @@ def test_nothing_is_said_where_the_choice_is_made_or_makes_no_difference(
     assert not _warnings_of(lambda: AdamW(parameters(dtype), weight_decay=0.1))
 
 
-def _texts() -> tuple[int, list[str]]:
+@on_ranks(2)
+def test_only_rank_0_warns() -> None:
     shards = [DistributedParameter(p.detach()) for p in parameters()]
     caught = _warnings_of(lambda: AdamOptimizer(shards, weight_decay=0.1))
-    return runtime.rank(), [str(warning.message) for warning in caught]
-
-
-def test_only_rank_0_warns(run_ranks: Any) -> None:
-    assert [len(texts) for _, texts in sorted(run_ranks(_texts, 2))] == [1, 0]
+    assert len(caught) == (1 if runtime.rank() == 0 else 0)

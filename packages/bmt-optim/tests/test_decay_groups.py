@@ -11,7 +11,7 @@ from torch import nn
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run import runtime
+from bmt_testing import on_ranks
 from bmt_optim import AdamW, OptimManager, param_groups
 
 
@@ -42,7 +42,11 @@ def _by_slices(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _groups_and_errors() -> tuple[Any, Any, list[str], list[str]]:
+@on_ranks(1, 2)
+def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused() -> None:
+    plain = Model(nn.Parameter)
+    expected = _names(param_groups(plain, weight_decay=0.1), plain)
+    assert expected == [(0.1, ["matrix", "tied"]), (0.0, ["norm.weight", "scale"])]
     model = Model(DistributedParameter)
     adapter = nn.Parameter(torch.ones(3, 3))  # an ordinary matrix decays, beside sharded ones that do not
     slices = _by_slices(list(model.parameters()))
@@ -70,23 +74,12 @@ def _groups_and_errors() -> tuple[Any, Any, list[str], list[str]]:
     for groups in (chosen, exempt, none_decays):
         accepted.append(_error_of(lambda: OptimManager().add_optimizer(AdamW(groups))))  # noqa: B023
         accepted.append(_error_of(torch.optim.SGD(groups, lr=0.0).step))
-    return _names(chosen, model), _names(exempt, model), refused, accepted
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.filterwarnings("ignore:SGD takes a step")
-def test_groups_are_those_of_whole_parameters_and_groups_by_ndim_are_refused(run_ranks: Any, world_size: int) -> None:
-    model = Model(nn.Parameter)
-    assert not runtime.is_initialized()
-    expected = _names(param_groups(model, weight_decay=0.1), model)
-    assert expected == [(0.1, ["matrix", "tied"]), (0.0, ["norm.weight", "scale"])]
-    for chosen, exempt, refused, accepted in run_ranks(_groups_and_errors, world_size):
-        assert chosen == expected
-        assert exempt == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]  # by its other name
-        assert all("Use bmt.optim.param_groups(model, weight_decay=0.1), which goes by" in text for text in refused)
-        assert refused[0].startswith("Parameter group 1 (weight_decay=0.0) has all sharded parameters")
-        assert all("of shape (7, 3), " in text and "of shape (), " in text for text in refused)
-        assert accepted == [""] * len(accepted)
+    assert _names(chosen, model) == expected
+    assert _names(exempt, model) == [(0.1, ["matrix"]), (0.0, ["norm.weight", "scale", "tied"])]  # by its other name
+    assert all("Use bmt.optim.param_groups(model, weight_decay=0.1), which goes by" in text for text in refused)
+    assert refused[0].startswith("Parameter group 1 (weight_decay=0.0) has all sharded parameters")
+    assert all("of shape (7, 3), " in text and "of shape (), " in text for text in refused)
+    assert accepted == [""] * len(accepted)
 
 
 def test_one_pattern_alone_is_refused() -> None:

@@ -195,22 +195,14 @@ def test_wsd_decays_for_a_tenth_by_default_and_refuses_unknown_shapes() -> None:
         WSD(optimizer_of(), 1.0, 0, 200, decay="steps")  # type: ignore[arg-type]
 
 
-def test_subclasses_in_the_style_of_bmtrain_work() -> None:
-    class Halving(WarmupLRScheduler):
-        def get_lr_warmup(self, num_iter: int) -> float:
-            return self.start_lr / 10
+class Halving(WarmupLRScheduler):
+    """In the style of BMTrain."""
 
-        def get_lr_decay(self, num_iter: int) -> float:
-            return self.start_lr * 0.5 ** (num_iter - self.warmup_iter)
+    def get_lr_warmup(self, num_iter: int) -> float:
+        return self.start_lr / 10
 
-    schedule = Halving(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), 1.0, 2, 10)
-    rates = [schedule.current_lr]
-    for _ in range(4):
-        schedule.step()
-        rates.append(schedule.current_lr)
-    assert rates == [0.1, 0.1, 1.0, 0.5, 0.25]
-    with pytest.raises(NotImplementedError, match="WarmupLRScheduler must define get_lr_decay"):
-        WarmupLRScheduler(optimizer_of(), 1.0, 0, 10)
+    def get_lr_decay(self, num_iter: int) -> float:
+        return float(self.start_lr * 0.5 ** (num_iter - self.warmup_iter))
 
 
 def test_all_schedules_are_public() -> None:
@@ -230,12 +222,15 @@ class FallsByFactor(WarmupLRScheduler):
         return float(self.start_lr * self.factor ** (num_iter - self.warmup_iter))
 
 
-def test_a_schedule_of_ones_own() -> None:
-    scheduler = FallsByFactor(optimizer_of(1.0), 8.0, 2, 10)
+@pytest.mark.parametrize(
+    ("kind", "start", "expected"), [(Halving, 1.0, [0.1, 0.1, 1, 0.5, 0.25]), (FallsByFactor, 8.0, [0, 2, 8, 4, 2])]
+)
+def test_a_schedule_of_ones_own(kind: type[WarmupLRScheduler], start: float, expected: list[float]) -> None:
+    scheduler = kind(AdamOptimizer([torch.nn.Parameter(torch.zeros(1))]), start, 2, 10)
     rates = [scheduler.current_lr]
     for _ in range(4):
         scheduler.step()
         rates.append(scheduler.current_lr)
-    assert rates == [0, 2, 8, 4, 2] and scheduler.state_dict()["factor"] == 0.5
+    assert rates == expected and scheduler.state_dict().get("factor") == (0.5 if kind is FallsByFactor else None)
     with pytest.raises(NotImplementedError, match="WarmupLRScheduler must define get_lr_decay"):
         WarmupLRScheduler(optimizer_of(1.0), 8.0, 0, 10)

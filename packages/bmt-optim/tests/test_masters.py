@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import pickle
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,33 +14,36 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Offload
-from sharded_adam import bits, give_gradients, is_half, masters, masters_of_shards, parameters
+from sharded_adam import bits, give_gradients, give_parts, is_half, masters, parameters, train
 
 from bmt_checkpoint import load
 from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
+from bmt_testing import on_ranks
 from bmt_optim import AdamOptimizer
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4, env={"BMT_KERNELS": "reference"})  # compiled kernels equal torch's Adam to rounding only
 @pytest.mark.parametrize("compact_master", [False, True])
-def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(
-    run_ranks: Callable[..., Any], world_size: int, compact_master: bool
-) -> None:
+def test_masters_of_shards_are_those_of_torch_adamw_in_every_bit(compact_master: bool) -> None:
     halves = parameters(torch.bfloat16)
+    shards = [DistributedParameter(p.detach()) for p in halves]
     wide = [torch.nn.Parameter(p.detach().float()) for p in halves]
+    optimizer = AdamOptimizer(shards, lr=0.01, weight_decay=0.1, compact_master=compact_master)
     plain = torch.optim.AdamW(wide, lr=0.01, weight_decay=0.1)
     for step in range(6):
         give_gradients(halves, step)
         for p, half in zip(wide, halves, strict=True):
             assert half.grad is not None
             p.grad = half.grad.float()
+        give_parts(shards, halves)
+        optimizer.step()
         plain.step()
-    # Compiled kernels equal torch's half-precision Adam to rounding only.
-    for gathered in run_ranks(masters_of_shards, world_size, compact_master, env={"BMT_KERNELS": "reference"}):
-        for (value, master), p in zip(gathered, wide, strict=True):
-            assert torch.equal(master, p.detach()) and torch.equal(value, p.detach().bfloat16())
+    for shard, p in zip(shards, wide, strict=True):
+        assert torch.equal(shard.gather_like(optimizer.portable_state(shard)["_param_fp32"]), p)
+        assert torch.equal(shard.gather_like(shard.detach()), p.bfloat16())
 
 
 def test_a_compact_master_is_the_same_master_in_two_bytes() -> None:
@@ -100,16 +103,14 @@ def test_by_default_the_kernels_decide(has_compact_adam: bool, monkeypatch: pyte
 def test_without_a_kernel_for_it_masters_are_whole() -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     assert all(optimizer.state[p]["_param_fp32"].dtype == torch.float32 for p in params)
 
 
 def test_float16_keeps_a_whole_master() -> None:
     params = parameters(torch.float16)
     optimizer = AdamOptimizer(params, compact_master=True)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     assert all(optimizer.state[p]["_param_fp32"].dtype == torch.float32 for p in params)
 
 
@@ -119,9 +120,7 @@ def test_float16_keeps_a_whole_master() -> None:
 def test_a_state_of_either_setting_resumes_with_either(before: bool, after: bool, is_model_first: bool) -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params, lr=0.01, compact_master=before)
-    for step in range(5):
-        give_gradients(params, step)
-        optimizer.step()
+    train(range(5), optimizer)
     if not before:  # halves beside an even and an odd number, which the settings round in different ways
         halves = torch.tensor([0x3F808000, 0x3F818000], dtype=torch.int32).view(torch.float32)
         optimizer.state[params[1]]["_param_fp32"][:2] = halves
@@ -141,10 +140,7 @@ def test_a_state_of_either_setting_resumes_with_either(before: bool, after: bool
         resumed.load_state_dict(saved)
     assert all(torch.equal(a, b) for a, b in zip(masters(optimizer), masters(resumed), strict=True))
     for step in range(5, 9):
-        give_gradients(params, step)
-        give_gradients(resumed_params, step)
-        optimizer.step()
-        resumed.step()
+        train([step], optimizer, resumed)
         assert all(torch.equal(a, b) for a, b in zip(masters(optimizer), masters(resumed), strict=True))
     assert resumed.compact_master == after
     assert all(("_param_remainder" in resumed.state[p]) == after for p in resumed_params)
@@ -159,8 +155,7 @@ MASTERS = [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, Fals
 def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtype, compact_master: bool) -> None:
     p = torch.nn.Parameter(torch.linspace(-3, 3, 1000).to(dtype))
     optimizer = kind([p], lr=0.01, compact_master=compact_master)
-    give_gradients([p], 0)
-    optimizer.step()
+    train([0], optimizer)
     before = masters(optimizer)[0]
     with torch.no_grad():
         p[:500] = 0.0  # a mask
@@ -169,8 +164,7 @@ def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtyp
     assert after[:500].abs().max() < 1e-38
     torch.testing.assert_close(after[500:600], torch.full((100,), 2.0), rtol=2**-8, atol=0)
     assert torch.equal(after[600:], before[600:]) and not torch.equal(before[600:], p[600:].float())
-    give_gradients([p], 1)
-    optimizer.step()
+    train([1], optimizer)
     assert p.isfinite().all() and masters(optimizer)[0].isfinite().all()
     assert p[:500].abs().max() < 0.02 and (p[500:600] - 2).abs().max() < 0.02
 
@@ -178,22 +172,19 @@ def test_a_written_parameter_moves_its_master_along(kind: Any, dtype: torch.dtyp
 needs_kernels = pytest.mark.skipif(find_spec("bmt_kernels") is None, reason="bmt-kernels is not installed")
 
 
+@on_ranks(2, init=None)
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("cpu", marks=needs_kernels)])
-def test_loaded_weights_train_on_whatever_is_installed(run_ranks: Any, tmp_path: Path, kernels: str) -> None:
-    torch.save({"weight": torch.full((3, 5), 5.0)}, tmp_path / "five.pt")
+def test_loaded_weights_train_on_whatever_is_installed(tmp_path: Path, kernels: str) -> None:
+    os.environ["BMT_KERNELS"] = kernels
+    runtime.init_distributed(device="cpu")
+    file = tmp_path / f"{runtime.rank()}.pt"
+    torch.save({"weight": torch.full((3, 5), 5.0)}, file)
     plain = torch.nn.Parameter(torch.ones(3, 5))
     torchs = torch.optim.AdamW([plain], lr=0.5, weight_decay=0)
     for value in (1.0, 5.0):
         plain.grad = torch.ones(3, 5)
         plain.data.fill_(value)
         torchs.step()
-    for weights in run_ranks(load_between_steps, 2, tmp_path / "five.pt", env={"BMT_KERNELS": kernels}):
-        for weight in weights:
-            torch.testing.assert_close(weight.float(), plain.detach(), rtol=2**-7, atol=0)
-
-
-def load_between_steps(file: Path) -> list[torch.Tensor]:
-    weights = []
     for kind in (AdamOptimizer, Offload):
         for dtype, compact_master in [*MASTERS, (torch.bfloat16, None), (torch.float32, None)]:
             model = DistributedModule()
@@ -204,8 +195,7 @@ def load_between_steps(file: Path) -> list[torch.Tensor]:
                     load(model, file)
                 p.grad = torch.ones_like(p)
                 optimizer.step()
-            weights.append(p.gather_like(p.detach()).clone())
-    return weights
+            torch.testing.assert_close(p.gather_like(p.detach()).float(), plain, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("compact_master", [False, True])
@@ -227,8 +217,7 @@ def test_small_updates_add_up_although_somebody_writes_the_parameter_in_every_st
 def test_the_setting_survives_copies_and_pickles(compact_master: bool | None) -> None:
     params = parameters(torch.bfloat16)
     optimizer = AdamOptimizer(params, compact_master=compact_master)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert copied.compact_master == compact_master
         give_gradients(copied.param_groups[0]["params"], 1)
@@ -240,8 +229,7 @@ def test_the_setting_survives_copies_and_pickles(compact_master: bool | None) ->
 def test_a_parameter_made_float32_goes_on_from_its_master(compact_master: bool) -> None:
     p = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = AdamOptimizer([p], lr=1e-4, compact_master=compact_master)
-    give_gradients([p], 0)
-    optimizer.step()
+    train([0], optimizer)
     master = masters(optimizer)[0].clone()
     p.grad = None
     p.data = p.data.float()

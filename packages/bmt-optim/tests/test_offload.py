@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from offloaded import Offload
-from sharded_adam import give_gradients, parameters
+from sharded_adam import give_gradients, parameters, train
 
 from bmt_core.comm.protocols import Finished
 from bmt_core.errors import ConfigError
@@ -175,22 +175,14 @@ def test_the_host_steps_when_gradients_have_arrived() -> None:
 
     ours, theirs = parameters(), parameters()
     offloaded, adam = Late(ours, lr=0.1), AdamOptimizer(theirs, lr=0.1)
-    for step in range(2):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        offloaded.step()
-        adam.step()
+    train(range(2), offloaded, adam)
     assert same(ours, theirs)
 
 
 def test_steps_are_those_of_torch() -> None:
     ours, theirs = parameters(), parameters()
     offloaded, torchs = Offload(ours, lr=0.01, weight_decay=0.1), torch.optim.Adam(theirs, lr=0.01, weight_decay=0.1)
-    for step in range(10):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        offloaded.step()
-        torchs.step()
+    train(range(10), offloaded, torchs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
@@ -247,9 +239,7 @@ def test_states_of_each_kind_resume_with_each_kind(
 ) -> None:
     first = parameters(dtype)
     optimizer = before(first, lr=0.01, compact_master=is_compact[0])
-    for step in range(4):
-        give_gradients(first, step)
-        optimizer.step()
+    train(range(4), optimizer)
     portable = [copy.deepcopy(optimizer.portable_state(p)) for p in first]
     file = io.BytesIO()
     torch.save(([p.detach() for p in first], optimizer.state_dict()), file)
@@ -258,8 +248,7 @@ def test_states_of_each_kind_resume_with_each_kind(
     second = parameters(dtype, seed=1)
     resumed = after(second, lr=0.5, compact_master=is_compact[1])
     if not is_new:
-        give_gradients(second, 9)
-        resumed.step()
+        train([9], resumed)
     for load_model in (is_model_first, not is_model_first):
         if load_model:
             with torch.no_grad():
@@ -276,33 +265,24 @@ def test_states_of_each_kind_resume_with_each_kind(
             resumed.load_state_dict(state)
     assert states_are_same(optimizer, resumed)
     for step in range(4, 7):
-        give_gradients(first, step)
-        give_gradients(second, step)
-        optimizer.step()
-        resumed.step()
+        train([step], optimizer, resumed)
         assert states_are_same(optimizer, resumed)
 
 
 def test_loaded_states_are_copies_and_an_emptied_state_begins_anew() -> None:
     params, twins = parameters(), parameters()
     optimizer = Offload(params, lr=0.1)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     kept = copy.deepcopy(state)
     optimizer.load_state_dict(state)
-    give_gradients(params, 1)
-    optimizer.step()
+    train([1], optimizer)
     assert all(torch.equal(state["state"][i]["exp_avg"], kept["state"][i]["exp_avg"]) for i in state["state"])
     fresh = Offload(twins, lr=0.1)
     for p, twin in zip(params, twins, strict=True):
         twin.data.copy_(p.data)
         optimizer.load_portable_state(p, {})
-    for step in (2, 3):
-        give_gradients(params, step)
-        give_gradients(twins, step)
-        optimizer.step()
-        fresh.step()
+    train((2, 3), optimizer, fresh)
     assert same(params, twins)
 
 
@@ -310,9 +290,7 @@ def test_loaded_states_are_copies_and_an_emptied_state_begins_anew() -> None:
 def test_copies_and_pickles_go_on_by_themselves(copied: Any) -> None:
     params = parameters(torch.bfloat16)
     optimizer = Offload(params, lr=0.01, record_delta=True)
-    for step in range(2):
-        give_gradients(params, step)
-        optimizer.step()
+    train(range(2), optimizer)
     other = copied(optimizer)
     twins = other.param_groups[0]["params"]
     for step in range(2, 4):
@@ -332,10 +310,7 @@ def test_a_parameter_that_moved_takes_its_state_along() -> None:
         if step == 4:
             for ps in (ours, theirs):
                 ps[1].data = ps[1].data.float()
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
-        offloaded.step()
-        adam.step()
+        train([step], offloaded, adam)
     assert same(ours, theirs)
 
 
@@ -357,8 +332,7 @@ def test_on_the_cpu_states_are_those_of_adam_and_no_thread_is_asked(monkeypatch:
     monkeypatch.setattr(worker, "submit", refuse)
     params = parameters(torch.bfloat16)
     optimizer = create("adam_offload", params, lr=0.1)
-    give_gradients(params, 0)
-    optimizer.step()
+    train([0], optimizer)
     assert type(optimizer) is AdamOffloadOptimizer
     assert all(state["exp_avg"].untyped_storage().nbytes() == 4 * p.numel() for p, state in optimizer.state.items())
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn.functional import linear
-from tp_models import drawn, own_columns, own_rows, tp
+from tp_models import drawn, on_tp_ranks, own_columns, own_rows, tp
 
 from bmt_core.errors import BmtError, ConfigError
 from bmt_core.run.collectives import all_reduce
-from bmt_testing import run_ranks
 from bmt_tp import (
     ColumnParallelLinear,
     OpParallelLinear,
     ReduceType,
     RowParallelLinear,
+    VPEmbedding,
     overlapped_products,
     parallel_linear,
 )
@@ -62,7 +62,8 @@ def in_pieces(chunks: int) -> Iterator[int]:
     overlapped_products._pieces_of.cache_clear()
 
 
-def every_column_option() -> None:
+@on_tp_ranks(1, 2, 4, timeout=120)
+def test_output_and_gradients_of_columns_equal_the_dense_product() -> None:
     for (name, shape, dtype), bias, gather_input, gather_output, chunks in itertools.product(
         KINDS, (True, False), (True, False), (True, False), (0, 1, 2)
     ):
@@ -85,7 +86,8 @@ def every_column_option() -> None:
             same(own_bias.grad, own_rows(of_bias.grad), dtype, what)
 
 
-def every_row_option() -> None:
+@on_tp_ranks(1, 2, 4, timeout=120)
+def test_output_and_gradients_of_rows_equal_the_dense_product() -> None:
     for (name, shape, dtype), bias, gather_input, split_input, reduce_type, chunks in itertools.product(
         KINDS, (True, False), (True, False), (True, False), ReduceType, (0, 1, 2)
     ):
@@ -119,13 +121,8 @@ def every_row_option() -> None:
             same(all_reduce(own_bias.grad, comm=tensor_group()), of_bias.grad, dtype, what)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("battery", [every_column_option, every_row_option])
-def test_output_and_gradients_equal_the_dense_product(battery, tp_size: int) -> None:  # type: ignore[no-untyped-def]
-    run_ranks(battery, tp_size, init={"tp_size": tp_size}, timeout=120)
-
-
-def odd_rows() -> None:
+@on_tp_ranks(2)
+def test_any_number_of_rows_and_chunks() -> None:
     """Rows that are no multiple of the chunks, one row, none; an input that is not contiguous."""
     for rows, chunks in itertools.product((0, 1, 3, 5), (1, 2, 7)):
         whole = drawn(IN, 2 * rows, seed=rows).t()
@@ -139,11 +136,8 @@ def odd_rows() -> None:
         torch.testing.assert_close(found, (own_rows(whole) if rows else whole) @ weight.t())
 
 
-def test_any_number_of_rows_and_chunks() -> None:
-    run_ranks(odd_rows, 2, init={"tp_size": 2})
-
-
-def no_sequences() -> None:
+@on_tp_ranks(2)
+def test_a_batch_of_none_has_an_empty_output_and_gradient() -> None:
     """Rows of no vectors: a batch of none, sequence first."""
     for column in (True, False):
         weight = own_rows(drawn(OUT, IN)) if column else own_columns(drawn(OUT, IN))
@@ -156,11 +150,8 @@ def no_sequences() -> None:
             assert x.grad is not None and x.grad.shape == x.shape
 
 
-def test_a_batch_of_none_has_an_empty_output_and_gradient() -> None:
-    run_ranks(no_sequences, 2, init={"tp_size": 2})
-
-
-def second_derivative() -> None:
+@on_tp_ranks(2)
+def test_second_derivatives_are_refused_where_a_term_would_be_missing() -> None:
     x = own_rows(drawn(4, IN)).requires_grad_()
     weight = own_rows(drawn(OUT, IN)).requires_grad_()
     with pytest.raises(BmtError, match="no second derivatives"):
@@ -168,59 +159,65 @@ def second_derivative() -> None:
     torch.autograd.grad(parallel_linear(x, weight, gather_input=True).sum(), x)
 
 
-def test_second_derivatives_are_refused_where_a_term_would_be_missing() -> None:
-    run_ranks(second_derivative, 2, init={"tp_size": 2})
+def scattered_row(x: torch.Tensor) -> torch.Tensor:
+    return parallel_linear(x, torch.zeros(OUT, IN), reduce_output_type=ReduceType.REDUCE_SCATTER)
 
 
-def refused() -> list[str]:
+def with_options(*options: object) -> Callable[[torch.Tensor], object]:
+    return lambda x: OpParallelLinear.apply(x, torch.zeros(OUT, IN), None, *options)  # type: ignore[arg-type]
+
+
+REFUSED: list[tuple[type[Exception], str, Callable[[torch.Tensor], object]]] = [
+    (
+        ValueError,
+        r"input \(rows, ..., 5\) for this rank's weight of shape \(12, 5\), with tp_size=2",
+        lambda x: parallel_linear(x, torch.zeros(OUT, 5), gather_input=True),
+    ),
+    (ValueError, r"3 rows, which cannot be scattered evenly over 2 ranks\. Pad them to 4", scattered_row),
+    (ConfigError, "at least 1", lambda x: parallel_linear(x, torch.zeros(OUT, IN), chunks=0)),
+    (ConfigError, "split_input needs reduce_output_type", with_options(False, False, True, None)),
+    (ConfigError, "gather_output and reduce_output_type exclude each", with_options(False, True, False, 1)),
+    (ConfigError, "gather_input with reduce_output_type needs split_input", with_options(True, False, False, 2)),
+    (
+        ConfigError,
+        r"^out_features is 13, which tp_size=2 does not divide\. Choose a multiple of 2, or another tp_size\.$",
+        lambda x: ColumnParallelLinear(IN, 13),
+    ),
+    (ConfigError, "in_features is 9, which tp_size=2 does not divide", lambda x: RowParallelLinear(9, OUT)),
+    (ConfigError, "vocab_size is 7, which tp_size=2 does not divide", lambda x: VPEmbedding(7, IN)),
+    (
+        ConfigError,
+        r"sections \(-4, 16\) must be sizes of at least 1",
+        lambda x: ColumnParallelLinear(IN, OUT, sections=(-4, 16)),
+    ),
+    (
+        ConfigError,
+        r"sections \(4, 4\) do not add up to out_features=12",
+        lambda x: ColumnParallelLinear(IN, OUT, sections=(4, 4)),
+    ),
+    (
+        ConfigError,
+        "A section of 12 output features is 5, which tp_size=2 does not divide",
+        lambda x: ColumnParallelLinear(IN, OUT, sections=(5, 7)),
+    ),
+]
+
+
+@on_tp_ranks(2)
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     x = torch.zeros(3, IN)
-    messages = []
-    for error, call in {
-        ValueError: lambda: parallel_linear(x, torch.zeros(OUT, 5), gather_input=True),
-        ConfigError: lambda: ColumnParallelLinear(IN, 13),
-    }.items():
-        with pytest.raises(error) as caught:
-            call()
-        messages.append(str(caught.value))
-    for options, text in {
-        (False, False, True, None): "split_input needs reduce_output_type",
-        (False, True, False, 1): "gather_output and reduce_output_type exclude each other",
-        (True, False, False, 2): "gather_input with reduce_output_type needs split_input",
-    }.items():
-        with pytest.raises(ConfigError, match=text):
-            OpParallelLinear.apply(x, torch.zeros(OUT, IN), None, *options)  # type: ignore[arg-type]
+    for error, message, call in REFUSED:
+        with pytest.raises(error, match=message):
+            call(x)
     for wrong_dtype in (x.long(), x.double()):
-        with pytest.raises(
-            ValueError, match=r"must have one dtype; the input has torch.(int|float)64, the weight torch.float32"
-        ):
+        with pytest.raises(ValueError, match=r"one dtype; the input has torch.(int|float)64, the weight torch.float32"):
             parallel_linear(wrong_dtype, torch.ones(OUT, IN), gather_input=True)
         rows = torch.full((2, IN), float(tp()[0]))  # and nothing of the refused call arrives in the next one
         assert parallel_linear(rows, torch.ones(1, IN), gather_input=True).flatten().tolist() == [0, 0, IN, IN]
-    with pytest.raises(ConfigError, match=r"sections \(-4, 16\) must be sizes of at least 1"):
-        ColumnParallelLinear(IN, OUT, sections=(-4, 16))
-    with pytest.raises(ConfigError, match="at least 1"):
-        parallel_linear(x, torch.zeros(OUT, IN), chunks=0)
-    with pytest.raises(ValueError, match=r"3 rows, which cannot be scattered evenly over 2 ranks\. Pad them to 4"):
-        parallel_linear(x, torch.zeros(OUT, IN), reduce_output_type=ReduceType.REDUCE_SCATTER)
-    with pytest.raises(ConfigError, match="in_features is 9, which tp_size=2 does not divide"):
-        RowParallelLinear(9, OUT)
-    with pytest.raises(ConfigError, match=r"sections \(4, 4\) do not add up to out_features=12"):
-        ColumnParallelLinear(IN, OUT, sections=(4, 4))
-    with pytest.raises(ConfigError, match="A section of 12 output features is 5, which tp_size=2 does not divide"):
-        ColumnParallelLinear(IN, OUT, sections=(5, 7))
-    return messages
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
-    for wrong_width, wrong_size in run_ranks(refused, 2, init={"tp_size": 2}):
-        assert "Expected an input (rows, ..., 5) for this rank's weight of shape (12, 5), with tp_size=2" in wrong_width
-        assert (
-            wrong_size
-            == "out_features is 13, which tp_size=2 does not divide. Choose a multiple of 2, or another tp_size."
-        )
-
-
-def sections_are_gathered() -> None:
+@on_tp_ranks(2)
+def test_sections_are_cut_each_by_itself_and_joined_again() -> None:
     torch.manual_seed(0)
     layer = ColumnParallelLinear(
         IN, 12, dtype=torch.float64, sections=(4, 8), gather_output=True, async_gather_chunks=None
@@ -235,15 +232,9 @@ def sections_are_gathered() -> None:
     torch.testing.assert_close(layer.weight, own)
 
 
-def test_sections_are_cut_each_by_itself_and_joined_again() -> None:
-    run_ranks(sections_are_gathered, 2, init={"tp_size": 2})
-
-
-def under_autocast() -> None:
-    x, weight = (
-        own_rows(drawn(4, IN)).float().requires_grad_(),
-        own_rows(drawn(OUT, IN, seed=1)).float().requires_grad_(),
-    )
+@on_tp_ranks(2)
+def test_autocast_decides_the_dtype() -> None:
+    x, weight = (own_rows(drawn(rows, IN)).float().requires_grad_() for rows in (4, OUT))
     with torch.autocast("cpu", torch.bfloat16):
         found = parallel_linear(x, weight, gather_input=True)
     assert found.dtype == torch.bfloat16
@@ -251,7 +242,3 @@ def under_autocast() -> None:
     assert x.grad is not None and x.grad.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert parallel_linear(x.double(), weight.double(), gather_input=True).dtype == torch.float64
-
-
-def test_autocast_decides_the_dtype() -> None:
-    run_ranks(under_autocast, 2, init={"tp_size": 2})

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from tp_models import drawn, own_rows
+from tp_models import drawn, on_tp_ranks, own_rows
 
 from bmt_core import DistributedParameter
 from bmt_core.errors import ConfigError
 from bmt_core.run.collectives import all_reduce
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_tp import Column, Head, PerPosition, Plan, Row, VocabularyEmbedding, Whole, parallelize
 from bmt_tp.plans.matching import match
 from bmt_tp.plans.styles import OWN_ROWS
@@ -81,7 +81,8 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
-def cut_by_plan() -> None:
+@on_tp_ranks(2)
+def test_a_plan_cuts_a_model_of_plain_torch() -> None:
     plain, model = made(), made()
     with pytest.raises(ConfigError, match="names several modules as the last one"):
         parallelize(model, replace(PLAN, last="layers.*"))
@@ -106,7 +107,8 @@ def cut_by_plan() -> None:
         parallelize(model, PLAN)
 
 
-def summed_rows() -> None:
+@on_tp_ranks(2)
+def test_the_gradients_of_gathered_rows_are_summed() -> None:
     x = drawn(4, 3, 2).requires_grad_()
     own = own_rows(x.detach()).requires_grad_()
     factors = drawn(4, 3, 2, seed=1), drawn(4, 3, 2, seed=2)
@@ -116,8 +118,9 @@ def summed_rows() -> None:
     torch.testing.assert_close(own.grad, own_rows(x.grad))
 
 
-def dropped_rows() -> None:
-    """Positions hold the same vectors, so that their dropout shows in the logits."""
+@on_tp_ranks(2)
+def test_dropout_differs_between_ranks_and_they_draw_alike_afterwards() -> None:
+    # Positions hold the same vectors, so that their dropout shows in the logits.
     model = parallelize(made(), PLAN)
     with torch.no_grad():
         model.positions._parameters["weight"].zero_()  # type: ignore[union-attr]
@@ -132,26 +135,13 @@ def dropped_rows() -> None:
     torch.testing.assert_close(*logits.chunk(2))
 
 
-def battery() -> None:
-    cut_by_plan()
-    summed_rows()
-    dropped_rows()
-
-
-def test_a_plan_cuts_a_model_of_plain_torch() -> None:
-    run_ranks(battery, 2, init={"tp_size": 2})
-
-
-def with_one_rank() -> None:
+@on_ranks(1)
+def test_with_one_rank_nothing_changes() -> None:
     model = made()
     before = [type(module) for module in model.modules()]
     parallelize(model)  # and asks for no plan
     assert [type(module) for module in model.modules()] == before
     assert not any(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
-
-
-def test_with_one_rank_nothing_changes() -> None:
-    run_ranks(with_one_rank, 1)
 
 
 def having(plan: Plan = PLAN, without: str = "", **more: object) -> Plan:

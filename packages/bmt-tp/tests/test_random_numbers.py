@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from bmt_core import DistributedModule
-from bmt_testing import run_ranks
+from bmt_core.comm.objects import all_gather_object
+from bmt_core.run.runtime import current
+from bmt_testing import on_ranks
 from bmt_tp import own_random_numbers
 
 
-def drawn() -> list[torch.Tensor]:
+@on_ranks(2, init={"tp_size": 2})
+def test_ranks_draw_differently_inside_and_alike_outside() -> None:
     torch.manual_seed(3)
     before = torch.rand(2)
     state = torch.get_rng_state()
@@ -22,34 +25,23 @@ def drawn() -> list[torch.Tensor]:
     with own_random_numbers():
         again = torch.rand(2)
     assert torch.equal(first, again) and not torch.equal(first, second)
-    return [before, first, after]
+    one, other = all_gather_object([before, first, after], current().world)
+    assert [torch.equal(*pair) for pair in zip(one, other, strict=True)] == [True, False, True]
 
 
-def test_ranks_draw_differently_inside_and_alike_outside() -> None:
-    (before, first, after), (other_before, other_first, other_after) = run_ranks(drawn, 2, init={"tp_size": 2})
-    assert torch.equal(before, other_before) and torch.equal(after, other_after)
-    assert not torch.equal(first, other_first)
-
-
-def drawn_by_a_module() -> list[float]:
+@on_ranks(4, init={"tp_size": 2})
+def test_modules_called_inside_draw_differently_on_ranks_of_other_data() -> None:
     module = DistributedModule()
     module.forward = lambda: torch.rand(4)  # type: ignore[method-assign, assignment]
     with own_random_numbers():
-        found: list[float] = module().tolist()
-    return found
+        found = tuple(module().tolist())
+    assert len(set(all_gather_object(found, current().world))) == 4
 
 
-def test_modules_called_inside_draw_differently_on_ranks_of_other_data() -> None:
-    found = run_ranks(drawn_by_a_module, 4, init={"tp_size": 2})
-    assert len(set(map(tuple, found))) == 4
-
-
-def unchanged() -> torch.Tensor:
-    torch.manual_seed(3)
-    with own_random_numbers():
-        return torch.rand(2)
-
-
+@on_ranks(1)
 def test_one_rank_draws_as_plain_torch() -> None:
     torch.manual_seed(3)
-    assert torch.equal(run_ranks(unchanged, 1)[0], torch.rand(2))
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with own_random_numbers():
+        assert torch.equal(torch.rand(2), expected)

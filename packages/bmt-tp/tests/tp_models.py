@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from bmt_core import DistributedModule, DistributedParameter
 from bmt_core.run.runtime import current, is_initialized
+from bmt_testing import on_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear, VPEmbedding, own_random_numbers
 
 FEATURES, HEAD, VOCABULARY = 8, 2, 20
@@ -18,6 +20,10 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
     """Numbers that are alike on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+on_tp_ranks = functools.partial(on_ranks, init=lambda world_size: {"tp_size": world_size})
+"""Run a test on ranks that are all along tp."""
 
 
 def tp() -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch import nn
 from bmt_core.errors import BmtError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
-from bmt_core.testing import run_ranks
+from bmt_testing import run_ranks
 from bmt_zero import Block
 from bmt_zero.gradient_ledger import TRANSITIONS, GradientLedger, GradientState
 

@@ -1,6 +1,6 @@
 """Run functions on several ranks from a test: each on its own process, with the errors of all ranks in one message.
 
-    from bmt_testing import run_ranks
+    from bmt_testing import on_ranks, run_ranks
 
     def doubled_rank() -> int:  # at the top level of the test module: every rank imports it
         return 2 * bmt_core.rank()
@@ -8,13 +8,18 @@
     def test_rank_is_doubled() -> None:
         assert run_ranks(doubled_rank, 4) == [0, 2, 4, 6]
 
+    @on_ranks(1, 2, 4)  # or the test itself runs on every rank
+    def test_every_rank_knows_their_number(world_size: int) -> None:
+        assert bmt_core.world_size() == world_size
+
 The function runs between ``init_distributed()`` and ``shutdown()``. The processes are started once and reused.
 """
 
 from __future__ import annotations
 
+from bmt_testing.decorator import on_ranks
 from bmt_testing.gpus import gpu_ranks
 from bmt_testing.outcome import Outcome, RankError, RankFailure
 from bmt_testing.pool import RankPool, rank_pool, run_ranks
 
-__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "gpu_ranks", "rank_pool", "run_ranks"]
+__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "gpu_ranks", "on_ranks", "rank_pool", "run_ranks"]

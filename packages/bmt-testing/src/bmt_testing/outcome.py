@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 
@@ -44,7 +46,7 @@ class Outcome:
             rank=rank,
             error_type=type(error).__name__,
             error_message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            traceback="".join(traceback.format_exception(type(error), error, _from_the_function(error.__traceback__))),
             error=error if _survives_pickling(error) else None,
         )
 
@@ -66,19 +68,29 @@ class RankFailure(Exception):
 
 
 def _report(function: str, outcomes: Sequence[Outcome]) -> str:
-    """Return one line per rank, then the tracebacks, equal ones only once."""
+    """Return one line per rank, then the tracebacks, those that are equal but for addresses only once."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     lines = [f"{function} failed on {len(failed)} of {len(outcomes)} ranks."]
     for outcome in outcomes:
-        result = f"{outcome.error_type}: {outcome.error_message}" if outcome.failed else "returned"
+        # The rest of a long message, as of an assert, is in the traceback.
+        message = outcome.error_message.partition("\n")[0] if outcome.traceback else outcome.error_message
+        result = f"{outcome.error_type}: {message}" if outcome.failed else "returned"
         lines.append(f"  rank {outcome.rank}: {result}")
     ranks_of: dict[str, list[int]] = {}
     for outcome in failed:
-        ranks_of.setdefault(outcome.traceback, []).append(outcome.rank)
+        ranks_of.setdefault(re.sub("0x[0-9a-f]+", "0x…", outcome.traceback), []).append(outcome.rank)
     for text, ranks in ranks_of.items():
         if text:
             lines += ["", f"----- rank {', '.join(map(str, ranks))} -----", text.rstrip()]
     return "\n".join(lines)
+
+
+def _from_the_function(full: TracebackType | None) -> TracebackType | None:
+    """Return ``full`` without its first frames, which called the function that failed."""
+    rest = full
+    while rest is not None and rest.tb_frame.f_globals.get("__package__") == __package__:
+        rest = rest.tb_next
+    return rest or full
 
 
 def _survives_pickling(error: BaseException) -> bool:

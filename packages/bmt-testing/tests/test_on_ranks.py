@@ -1,0 +1,190 @@
+"""``on_ranks``: tests whose body runs on the ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import bmt_core
+from bmt_testing import on_ranks
+
+
+@dataclass
+class Pair:
+    """Pickled by the name of a module that only ranks that have imported it know."""
+
+    first: int
+    second: int
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("pair", [Pair(1, 2), Pair(3, 4)])
+def test_parameters_and_fixtures_reach_the_ranks(world_size: int, pair: Pair, tmp_path: Path) -> None:
+    assert pair.first + 1 == pair.second and bmt_core.world_size() == world_size
+    (tmp_path / str(bmt_core.rank())).touch()
+    bmt_core.synchronize()
+    assert len(list(tmp_path.iterdir())) == world_size
+
+
+@pytest.mark.parametrize("expected", ["red"])
+@on_ranks(2, init=None, env={"BMT_TEST_COLOUR": "red"})
+def test_options_are_those_of_run_ranks(expected: str) -> None:
+    assert os.environ["BMT_TEST_COLOUR"] == expected and not bmt_core.is_initialized()
+
+
+@on_ranks(1, 2, init=lambda world_size: {"tp_size": world_size})
+def test_the_start_of_a_run_may_depend_on_the_number_of_ranks(world_size: int) -> None:
+    assert bmt_core.current().topology.axis_size("tp") == world_size
+
+
+@on_ranks(1, init=None)
+@torch.no_grad()
+def test_further_decorators_apply_on_the_ranks() -> None:
+    assert not torch.is_grad_enabled()
+
+
+@on_ranks(3, init=None)
+def fails_on_two_ranks_in_two_lines() -> None:
+    found = {"rank": rank()}
+    assert found["rank"] < 2, "the last rank"
+    assert [value + 1 for value in found.values()] == [1]
+
+
+def test_a_failure_shows_its_ranks_its_lines_and_their_values() -> None:
+    with pytest.raises(pytest.fail.Exception) as caught:
+        fails_on_two_ranks_in_two_lines(world_size=3)  # type: ignore[call-arg]
+    summary, first, second = str(caught.value).split("\n\n")
+    assert summary.splitlines() == [
+        "fails_on_two_ranks_in_two_lines failed on 2 of 3 ranks.",
+        "  rank 0: returned",
+        "  rank 1: AssertionError: assert [2] == [1]",
+        "  rank 2: AssertionError: the last rank",
+    ]
+    assert first.startswith("----- rank 1 -----") and "assert [value + 1 for value in found.values()] == [1]" in first
+    assert second.startswith("----- rank 2 -----") and "AssertionError: the last rank\nassert 2 < 2" in second
+    assert "rank_process.py" not in first
+
+
+@on_ranks(2, init=None)
+def fails_alike() -> None:
+    assert object() is None
+
+
+def test_equal_failures_are_shown_once() -> None:
+    with pytest.raises(
+        pytest.fail.Exception, match=r"----- rank 0, 1 -----(\n.*)*assert <object object at 0x…> is None"
+    ):
+        fails_alike(world_size=2)  # type: ignore[call-arg]
+
+
+@on_ranks(2, init=None)
+def skips_on_rank_1() -> None:
+    if rank() == 1:
+        pytest.skip("nothing here")
+
+
+@on_ranks(2, init=None)
+def skips_on_rank_1_and_fails_on_rank_0() -> None:
+    if rank() == 1:
+        pytest.skip("nothing here")
+    raise ValueError("rank 0 gave up")
+
+
+def test_a_skip_on_one_rank_skips_unless_another_rank_fails() -> None:
+    with pytest.raises(pytest.skip.Exception, match="nothing here"):
+        skips_on_rank_1(world_size=2)  # type: ignore[call-arg]
+    with pytest.raises(pytest.fail.Exception, match="rank 0 gave up"):
+        skips_on_rank_1_and_fails_on_rank_0(world_size=2)  # type: ignore[call-arg]
+
+
+@on_ranks(1, timeout=1.0, init=None)
+def hangs() -> None:
+    threading.Event().wait()
+
+
+@on_ranks(1, init=None)
+def returns_a_comparison() -> None:
+    return rank() == 0  # type: ignore[return-value]
+
+
+@on_ranks(1, init=None)
+def takes(argument: object) -> None:
+    pass
+
+
+def test_a_test_that_hangs_or_returns_something_fails() -> None:
+    with pytest.raises(pytest.fail.Exception, match="rank 0: Hung: Killed after 1 s"):
+        hangs(world_size=1)  # type: ignore[call-arg]
+    with pytest.raises(pytest.fail.Exception, match=r"returns_a_comparison returned True\. A test returns nothing"):
+        returns_a_comparison(world_size=1)  # type: ignore[call-arg]
+
+
+def test_what_ranks_cannot_have_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"argument 'argument' of takes cannot be sent .* such as tmp_path"):
+        takes(argument=threading.Lock(), world_size=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"such as @on_ranks\(1, 2\), and got \(\)"):
+        on_ranks()
+
+    @on_ranks(1)
+    def inside() -> None:
+        pass
+
+    with pytest.raises(ValueError, match="top level of its module"):
+        inside(world_size=1)  # type: ignore[call-arg]
+
+
+TESTS = """
+import os
+
+import pytest
+
+from bmt_testing import on_ranks
+
+
+@pytest.mark.parametrize("value", [0, 7])
+@on_ranks(1, 2, init=None)
+def test_something(value):
+    doubled = 2 * value
+    assert int(os.environ["RANK"]) * doubled == 0
+
+
+@pytest.mark.gpu(1000)
+@on_ranks(2, init=None)
+def test_on_many_gpus():
+    raise ValueError
+"""
+
+
+def test_each_number_of_ranks_is_a_test_and_pytest_shows_the_assert(tmp_path: Path) -> None:
+    (tmp_path / "test_in_a_file.py").write_text(TESTS)
+    options = ["-p", "bmt_testing.pytest_plugin", "-p", "no:cacheprovider", "--import-mode=importlib", "-v"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), *options, str(tmp_path)],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    words = [line.split()[:2] for line in result.stdout.splitlines() if "::" in line and "[" in line]
+    found = {name.partition("::")[2]: outcome for name, outcome in words if outcome.isupper() and "::" in name}
+    assert found == {
+        "test_something[1ranks-0]": "PASSED",
+        "test_something[1ranks-7]": "PASSED",
+        "test_something[2ranks-0]": "PASSED",
+        "test_something[2ranks-7]": "FAILED",
+        "test_on_many_gpus[2ranks]": "SKIPPED",
+    }
+    assert "2 tests ran on several ranks" in result.stdout
+    assert "rank 1: AssertionError: assert (1 * 14) == 0" in result.stdout
