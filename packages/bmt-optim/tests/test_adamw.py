@@ -11,8 +11,8 @@ from sharded_adam import give_gradients, give_parts, masters, parameters, train
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_testing import on_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, AdamW, OptimManager, create
+from bmt_testing import on_ranks
 
 
 @pytest.mark.parametrize("options", [{}, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}])

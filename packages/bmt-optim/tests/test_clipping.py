@@ -10,8 +10,8 @@ from managed import BAD, DTYPES, managed, no_host_reads, parameter
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_testing import on_ranks
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing import on_ranks
 
 
 def numbers(*, dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:

@@ -10,8 +10,8 @@ from managed import Unaware
 
 from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
-from bmt_testing import on_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_testing import on_ranks
 
 
 class AdamW8bit(torch.optim.AdamW):

@@ -15,8 +15,8 @@ from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
-from bmt_testing import on_ranks, run_ranks
 from bmt_optim import AdamOptimizer, OptimManager, gather_state, scatter_state
+from bmt_testing import on_ranks, run_ranks
 
 
 def train_and_gather(kind: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], Any, dict[str, Any]]:

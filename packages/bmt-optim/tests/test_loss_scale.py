@@ -14,9 +14,9 @@ from managed import BAD, DTYPES, KINDS, managed, no_host_reads, parameter
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_testing import on_ranks
 from bmt_optim import AdamOptimizer, OptimManager
 from bmt_optim.lr_scheduler import Linear
+from bmt_testing import on_ranks
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from managed import Unaware, parameter
 from bmt_core.errors import ConfigError
 from bmt_core.run import runtime
 from bmt_core.run.topology import Topology
-from bmt_testing import on_ranks
 from bmt_optim import AdamOptimizer, OptimManager, available, create
 from bmt_optim.lr_scheduler import Linear
+from bmt_testing import on_ranks
 
 
 def test_several_optimizers_and_schedulers_step_together() -> None:

@@ -21,8 +21,8 @@ from bmt_core.modules.distributed_module import DistributedModule
 from bmt_core.ops import KernelProvider, Kernels
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_testing import on_ranks
 from bmt_optim import AdamOptimizer
+from bmt_testing import on_ranks
 
 
 @on_ranks(1, 2, 4, env={"BMT_KERNELS": "reference"})  # compiled kernels equal torch's Adam to rounding only

@@ -11,8 +11,8 @@ import torch
 from managed_training import OPTIMIZERS, Training, assert_same, through_file
 
 from bmt_core.errors import CheckpointError
-from bmt_testing import on_ranks
 from bmt_optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmt_testing import on_ranks
 
 
 @on_ranks(1, 2, 4)
