@@ -145,13 +145,13 @@ class Experts(nn.Module):
 def counted_reads(plan: list[str]) -> tuple[list[list[tuple[str, int]]], bool]:
     """What each call and its backward move, and whether every rank's elements stayed the same ones."""
     model = BMTrainModelWrapper(Experts())
-    before = [(p.shape, p._start_partition, p._end_partition) for p in model.parameters()]  # type: ignore[attr-defined]
+    before = [(p.shape, p._shard.start, p._shard.end) for p in model.parameters()]  # type: ignore[attr-defined]
     seen = []
     for names in plan:
         bmt_recording.clear()
         model(names).backward()
         seen.append([(call.op, call.bytes // 1024) for call in bmt_recording.calls])
-    return seen, before == [(p.shape, p._start_partition, p._end_partition) for p in model.parameters()]  # type: ignore[attr-defined]
+    return seen, before == [(p.shape, p._shard.start, p._shard.end) for p in model.parameters()]  # type: ignore[attr-defined]
 
 
 def test_outside_of_blocks_what_the_last_call_read_is_gathered() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
+import bmt_core.testing
 import bmt_testing
 from bmt_core.moved_modules import moved_attribute
 
@@ -22,6 +24,12 @@ def test_old_path_of_the_testing_kit_is_the_same_thing_and_warns_at_the_users_li
 def test_unknown_name_of_an_old_path_is_an_import_error() -> None:
     with pytest.raises(ImportError, match="run_rank'"):
         from bmt_core.testing import run_rank  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_special_attributes_that_tools_ask_every_module_for_are_missing_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not hasattr(bmt_core.testing, "__warningregistry__")
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

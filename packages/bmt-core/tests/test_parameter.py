@@ -27,11 +27,11 @@ def owned(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     data = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
     parameter = DistributedParameter(data, requires_grad=dtype.is_floating_point)
     assert isinstance(parameter, nn.Parameter) and parameter.dim() == 1 and parameter.dtype == dtype
-    assert parameter._original_shape == parameter.full_shape == parameter.ds_shape == torch.Size(shape)
+    assert parameter.full_shape == parameter.ds_shape == torch.Size(shape)
     assert parameter.is_part == (runtime.world_size() > 1)
     torch.testing.assert_close(parameter.gather().detach(), data)
     torch.testing.assert_close(parameter.gather_all().detach(), data)
-    return {"part": parameter.detach().tolist(), "range": (parameter._start_partition, parameter._end_partition)}
+    return {"part": parameter.detach().tolist(), "range": (parameter._shard.start, parameter._shard.end)}
 
 
 OWNED = [(shape, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8) for shape in SHAPES]

@@ -15,13 +15,14 @@ def moved_attribute(old: str, new: str, name: str) -> Any:
 
     For a module-level ``__getattr__``. ModuleNotFoundError says how to install the package of ``new`` if it is missing.
     """
+    if name.startswith("__"):  # asked of every module in sys.modules by tools that look for something else
+        raise AttributeError(f"module {old!r} has no attribute {name!r}")
     package = new.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         distribution = next(name for name, known in PACKAGES.items() if known.module == package)
         message = f"{old} is now {new}, of the package {distribution}, which is not installed. Install it with: "
         raise ModuleNotFoundError(message + PACKAGES[distribution].install, name=package)
     value = getattr(importlib.import_module(new), name)
-    asked = "" if name.startswith("__") else f".{name}"
-    message = f"{old}{asked} is now {new}{asked}; the old path goes with the next release."
+    message = f"{old}.{name} is now {new}.{name}; the old path goes with the next release."
     warnings.warn(message, DeprecationWarning, stacklevel=3)
     return value
