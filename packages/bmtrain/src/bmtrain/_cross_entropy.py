@@ -26,7 +26,6 @@ _SAME_ROWS = (
     "With parallel=True each has a slice of the vocabulary for the same rows. Choose a rank's data by"
     " current().topology.data_rank and data_size; if each has rows of its own, gather the targets of all."
 )
-Reduction = Literal["mean", "sum", "none"]
 
 
 class FusedCrossEntropy(torch.nn.Module):
@@ -59,7 +58,7 @@ class FusedCrossEntropy(torch.nn.Module):
         self,
         weight: torch.Tensor | None = None,
         ignore_index: int = -100,
-        reduction: Reduction = "mean",
+        reduction: Literal["mean", "sum", "none"] = "mean",
         label_smoothing: float = 0.0,
         parallel: bool = False,
     ) -> None:

@@ -34,17 +34,42 @@ def add_old_names() -> None:
 
 
 class _OldTopologyNames:
-    stages = property(lambda self: self.axis_size("pp"))
-    pipe_idx = property(lambda self: self.rank % (self.world_size // self.stages))
-    stage_id = property(lambda self: self.rank // (self.world_size // self.stages))
-    tp_idx = property(lambda self: self.rank // self.axis_size("tp"))
-    tp_id = property(lambda self: self.rank % self.axis_size("tp"))
     zero_idx = 0
-    zero_id = property(lambda self: self.rank)
+
+    @property
+    def stages(self: Any) -> int:
+        return int(self.axis_size("pp"))
+
+    @property
+    def pipe_idx(self: Any) -> int:
+        return int(self.rank % (self.world_size // self.stages))
+
+    @property
+    def stage_id(self: Any) -> int:
+        return int(self.rank // (self.world_size // self.stages))
+
+    @property
+    def tp_idx(self: Any) -> int:
+        return int(self.rank // self.axis_size("tp"))
+
+    @property
+    def tp_id(self: Any) -> int:
+        return int(self.rank % self.axis_size("tp"))
+
+    @property
+    def zero_id(self: Any) -> int:
+        return int(self.rank)
+
+    @property
+    def pp_tp_zero_idx(self: Any) -> int:
+        return int(self.stage_id * self.axis_size("tp") + self.tp_id)
+
+    @property
+    def pp_tp_zero_id(self: Any) -> int:
+        return int(self.pipe_idx // self.axis_size("tp"))
+
     tp_zero_idx, tp_zero_id = tp_id, tp_idx
     pp_zero_idx, pp_zero_id = stage_id, pipe_idx
-    pp_tp_zero_idx = property(lambda self: self.stage_id * self.axis_size("tp") + self.tp_id)
-    pp_tp_zero_id = property(lambda self: self.pipe_idx // self.axis_size("tp"))
 
     def get_group_id(self, name: str) -> int:
         """The number of this rank's group of kind ``name`` (``pipe zero tp_zero tp``), as BMTrain numbers them."""
