@@ -10,7 +10,7 @@ import pytest
 import torch
 from managed_training import SHAPES, Training, assert_same, through_file
 
-from bmt_core.checkpoint import load_checkpoint, save_checkpoint
+from bmt_checkpoint import load_checkpoint, save_checkpoint
 from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
