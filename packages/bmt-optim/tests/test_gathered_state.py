@@ -194,7 +194,7 @@ def test_tensor_parallel_slices_are_gathered_whole() -> None:
     run = runtime.current()
     run.topology = Topology({"data": 2, "tp": 2}, run.rank, run.backend)
     whole = torch.arange(24.0).view(4, 6)
-    weight = DistributedParameter(whole.chunk(2, dim=1)[run.topology.tp_id], tp_mode=True, tp_split_dim=1)
+    weight = DistributedParameter(whole.chunk(2, dim=1)[run.topology.axis_rank("tp")], tp_mode=True, tp_split_dim=1)
     manager = OptimManager()
     optimizer = AdamOptimizer([weight])
     manager.add_optimizer(optimizer)
