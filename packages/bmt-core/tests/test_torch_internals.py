@@ -24,7 +24,8 @@ from bmt_testing import run_ranks
 
 PRIVATE = re.compile(
     r"torch\._C\.|torch\._(?!foreach_|_)\w+|\._cdata|_execution_engine|_backward_hooks|_make_subclass|_foreach_supported_types"
-    r"|TensorBase|CURRENT_DEVICE|_grad_hooks|_is_profiler_enabled"
+    r"|TensorBase|CURRENT_DEVICE|_grad_hooks|_is_profiler_enabled|_load_state_dict_(?:pre|post)_hooks|\._state_dict_(?:pre_)?hooks"
+    r"|_non_persistent_buffers_set|_IncompatibleKeys|\._base\b|optimized_execution|\.__code__"
 )
 
 
@@ -276,6 +277,56 @@ def test_fused_updates_exist() -> None:
         step += 1
         update([p], [grad], [mean], [square], [], [step], maximize=False, **options)
     assert bool((p < 1).all())
+
+
+def test_buffers_that_are_not_saved_are_known() -> None:
+    module = nn.Module()
+    module.register_buffer("saved", torch.ones(1))
+    module.register_buffer("computed", torch.ones(1), persistent=False)
+    assert internals.unsaved_buffers(module) == {"computed"}
+
+
+def test_hooks_of_saving_and_loading_are_found_in_their_order() -> None:
+    module, called = nn.Linear(1, 1), []
+
+    def note(name: str) -> Any:
+        return lambda *args: called.append(name)
+
+    module.register_state_dict_pre_hook(note("before reading"))
+    module._register_state_dict_hook(note("after reading"))
+    module.register_load_state_dict_pre_hook(note("before loading"))
+    module.register_load_state_dict_post_hook(note("after loading"))
+    hooks = [*internals.state_dict_hooks(module), *(found.values() for found in internals.load_hooks(module))]
+    for (hook,) in hooks:
+        hook()
+    assert called == ["before reading", "after reading", "before loading", "after loading"]
+    assert internals.LoadResult(["a"], ["b"]) == nn.Linear(1, 1).load_state_dict({}, strict=False)._replace(
+        missing_keys=["a"], unexpected_keys=["b"]
+    )
+
+
+def test_a_view_knows_its_base() -> None:
+    base = torch.ones(3)
+    assert internals.base_of(base[1:]) is base
+    assert internals.base_of(base) is None
+
+
+def test_a_function_runs_the_code_that_it_is_given() -> None:
+    def one() -> int:
+        return 1
+
+    def two() -> int:
+        return 2
+
+    internals.set_code(one, internals.code_of(two))
+    assert one() == 2
+
+
+def test_scripted_functions_are_not_optimized_inside() -> None:
+    inside = []
+    with internals.without_script_optimization():
+        inside.append(torch._C._get_graph_executor_optimize())
+    assert inside == [False] and torch._C._get_graph_executor_optimize()
 
 
 @pytest.mark.gpu

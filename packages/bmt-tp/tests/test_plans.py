@@ -214,7 +214,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_refused_with_the_ways_out() -> 
 def test_tied_parameters_are_cut_alike() -> None:
     model = made()
     model.head.weight = model.embed.weight
-    assert match(model, PLAN, 2).claims["head.weight"].place == match(model, PLAN, 2).claims["embed.weight"].place
+    assert match(model, PLAN, 2).claims["head.weight"].locality == match(model, PLAN, 2).claims["embed.weight"].locality
     with pytest.raises(ConfigError, match=r"embed\.weight and head\.weight are one tied parameter"):
         match(model, having(without="head", head=Whole()), 2)
 
@@ -222,8 +222,8 @@ def test_tied_parameters_are_cut_alike() -> None:
 def test_what_computes_each_position_by_itself_has_gradients_of_its_positions() -> None:
     per_position = {"layers.*.up": PerPosition(), "layers.*.down": PerPosition()}
     claims = match(made(), replace(PLAN, parameters={**PLAN.parameters, **per_position}), 2).claims
-    assert claims["layers.1.up.weight"].place == claims["layers.1.down.bias"].place == OWN_ROWS
-    assert claims["layers.1.norm.weight"].place == OWN_ROWS  # without an entry
+    assert claims["layers.1.up.weight"].locality == claims["layers.1.down.bias"].locality == OWN_ROWS
+    assert claims["layers.1.norm.weight"].locality == OWN_ROWS  # without an entry
 
 
 def test_the_last_layer_may_be_the_last_module() -> None:

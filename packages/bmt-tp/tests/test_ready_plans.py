@@ -94,9 +94,9 @@ def test_a_ready_plan_names_each_parameter_once_and_what_is_cut_is_joined_again(
     rest = sized.keys() - named
     assert named <= sized.keys() and all("norm" in other or "ln_" in other for other in rest)
     for key, claim in found.claims.items():
-        if claim.place is None or claim.place.split_dim is None:
+        if claim.locality is None or claim.locality.split_dim is None:
             continue
         whole = torch.arange(sized[key].numel()).view(sized[key].shape)
-        slices = [claim.place.cut(whole, index, tp_size) for index in range(tp_size)]
+        slices = [claim.locality.cut(whole, index, tp_size) for index in range(tp_size)]
         assert len({part.shape for part in slices}) == 1
-        assert torch.equal(claim.place.join(slices), whole), key
+        assert torch.equal(claim.locality.join(slices), whole), key

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from bmt_checkpoint.background import finish_last_save
 from bmt_checkpoint.format import CheckpointReader
@@ -29,6 +28,7 @@ from bmt_core.params.uninitialized import off_meta_device
 from bmt_core.run.runtime import current, is_initialized, world_group
 from bmt_core.state.index import TensorEntry
 from bmt_core.state.model_tensors import named_targets, write_whole
+from bmt_core.torch_internals import LoadResult, load_hooks
 
 
 def load(
@@ -109,9 +109,9 @@ def _tell_modules(model: nn.Module, plan: LoadPlan) -> Any:
     """Give modules their extra state, and call the hooks that torch calls after a load; return the keys that did not match."""
     for module, value in plan.extra_states:
         module.set_extra_state(value)
-    incompatible = _IncompatibleKeys(plan.missing, plan.unexpected)
+    incompatible = LoadResult(plan.missing, plan.unexpected)
     for module in model.modules():
-        for hook in module._load_state_dict_post_hooks.values():
+        for hook in load_hooks(module)[1].values():
             hook(module, incompatible)
     return incompatible
 

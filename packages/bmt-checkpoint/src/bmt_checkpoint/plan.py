@@ -15,6 +15,7 @@ from bmt_core.errors import CheckpointError
 from bmt_core.modules.distributed_module import PARTS_HOOK
 from bmt_core.state.index import Index, TensorEntry
 from bmt_core.state.model_tensors import named_targets, whole_shape
+from bmt_core.torch_internals import load_hooks
 
 _SHOWN = 8
 
@@ -131,7 +132,7 @@ def _run_own_code(
         raise _ReachedTorch(given)
 
     prefix, shown = f"{path}." if path else "", path or type(module).__name__
-    module._load_state_dict_pre_hooks.pop(PARTS_HOOK, None)  # it takes tensors with values; each load registers it anew
+    load_hooks(module)[0].pop(PARTS_HOOK, None)  # it takes tensors with values; each load registers it anew
     last = nn.Module.register_load_state_dict_pre_hook(module, stop)  # type: ignore[no-untyped-call]
     try:
         module._load_from_state_dict(state, prefix, metadata, strict, [], [], complaints)

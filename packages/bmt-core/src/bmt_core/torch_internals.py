@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.nn.modules.module import _IncompatibleKeys
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -36,6 +38,47 @@ fused_adamw_: Callable[..., None] = torch._fused_adamw_
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether the caller runs inside of ``torch.func.vmap``, ``grad`` or another transform."""
+
+
+LoadResult = _IncompatibleKeys
+"""The class of what ``load_state_dict`` returns: ``missing_keys`` and ``unexpected_keys``."""
+
+without_script_optimization: Callable[[], AbstractContextManager[None]] = functools.partial(
+    torch.jit.optimized_execution, False
+)
+"""Inside, functions of ``torch.jit.script`` are not optimized: optimized ones save other tensors after their first call."""
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the buffers of ``module`` itself that its state dict lacks (``persistent=False``)."""
+    names: set[str] = module._non_persistent_buffers_set
+    return names
+
+
+def state_dict_hooks(module: nn.Module) -> tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]]:
+    """Return the functions that ``state_dict()`` calls before and after it has read ``module`` itself."""
+    return module._state_dict_pre_hooks.values(), module._state_dict_hooks.values()
+
+
+def load_hooks(module: nn.Module) -> tuple[dict[Any, Callable[..., Any]], dict[Any, Callable[..., Any]]]:
+    """Return the functions that ``load_state_dict`` calls before and after it loads ``module``, by key, in order; to be changed."""
+    return module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which ``tensor`` is a view; None if it is none."""
+    return tensor._base
+
+
+def code_of(function: Any) -> CodeType:
+    """Return the code object of a Python function. ``torch.compile`` counts its compilations by it."""
+    code: CodeType = function.__code__
+    return code
+
+
+def set_code(function: Any, code: CodeType) -> None:
+    """Have a Python function run ``code``."""
+    function.__code__ = code
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 
+from bmt_core.torch_internals import code_of, set_code
 from bmt_testing.job import FunctionReference
 from bmt_testing.outcome import RankFailure
 from bmt_testing.pool import GRACE, rank_pool
@@ -80,13 +81,13 @@ def _rewritten_code(test: Callable[..., None]) -> tuple[bytes, dict[str, str]]:
     function = inspect.unwrap(test)
     assert isinstance(function, FunctionType)
     added = {name: value.__name__ for name, value in function.__globals__.items() if name.startswith("@")}
-    return marshal.dumps(function.__code__), added
+    return marshal.dumps(code_of(function)), added
 
 
 def _run_body(reference: FunctionReference, code: tuple[bytes, dict[str, str]], arguments: dict[str, bytes]) -> None:
     test: Any = reference.resolve().__wrapped__  # type: ignore[attr-defined]
     function: Any = inspect.unwrap(test)
-    function.__code__ = marshal.loads(code[0])
+    set_code(function, marshal.loads(code[0]))
     for name, module in code[1].items():
         function.__globals__[name] = importlib.import_module(module)
     result = test(**{name: pickle.loads(value) for name, value in arguments.items()})

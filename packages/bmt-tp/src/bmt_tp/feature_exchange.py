@@ -50,28 +50,28 @@ def rows_to_features(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, place: Locality, compares: bool) -> torch.Tensor:
-        ctx.group, ctx.place, ctx.compares = group, place, compares
-        return place.join(gather_stacked(x, group).unbind(0))
+    def forward(ctx: Any, x: torch.Tensor, group: Group, locality: Locality, compares: bool) -> torch.Tensor:
+        ctx.group, ctx.locality, ctx.compares = group, locality, compares
+        return locality.join(gather_stacked(x, group).unbind(0))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.compares:
             check_same_gradient(grads[0], "a column-parallel layer")
-        return ctx.place.cut(grads[0], ctx.group.rank, ctx.group.size), None, None, None
+        return ctx.locality.cut(grads[0], ctx.group.rank, ctx.group.size), None, None, None
 
 
 class _OwnFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, place: Locality) -> torch.Tensor:
-        ctx.group, ctx.place = group, place
-        return place.cut(x, group.rank, group.size).contiguous()
+    def forward(ctx: Any, x: torch.Tensor, group: Group, locality: Locality) -> torch.Tensor:
+        ctx.group, ctx.locality = group, locality
+        return locality.cut(x, group.rank, group.size).contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.place.join(gather_stacked(grads[0], ctx.group).unbind(0)), None, None
+        return ctx.locality.join(gather_stacked(grads[0], ctx.group).unbind(0)), None, None
 
 
 class _RowsToFeatures(torch.autograd.Function):

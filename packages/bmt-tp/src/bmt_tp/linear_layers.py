@@ -62,18 +62,18 @@ class ColumnParallelLinear(DistributedModule):
             raise ConfigError(f"sections {self.sections} must be sizes of at least 1. Leave empty sections out.")
         own = sum([own_share(section, f"A section of {out_features} output features") for section in self.sections])
         own = own or own_share(out_features, "out_features")
-        place = Locality(AXIS, split_dim=0, sections=self.sections)
+        locality = Locality(AXIS, split_dim=0, sections=self.sections)
         self.weight = DistributedParameter(
             torch.empty(own, in_features, dtype=dtype),
             init_method=ParameterInitializer(torch.nn.init.xavier_normal_),
-            locality=[place],
+            locality=[locality],
         )
         self.bias: DistributedParameter | None = None
         if bias:
             self.bias = DistributedParameter(
                 torch.empty(own, dtype=dtype),
                 init_method=ParameterInitializer(torch.nn.init.zeros_),
-                locality=[place],
+                locality=[locality],
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

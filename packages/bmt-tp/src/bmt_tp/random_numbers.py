@@ -30,8 +30,8 @@ def own_random_numbers() -> Iterator[None]:
         return
     topology = current().topology
     # The seed depends on the data rank too: a Block called inside treats the current stream as its data rank's own.
-    place = topology.data_rank * tensor_size() + topology.axis_rank(AXIS)
-    seed = rank_seed(int(torch.randint(2**62, ())), place)
+    index = topology.data_rank * tensor_size() + topology.axis_rank(AXIS)
+    seed = rank_seed(int(torch.randint(2**62, ())), index)
     generators = [torch.default_generator]
     if current().device.type == "cuda":
         generators.append(torch.cuda.default_generators[current().device.index])

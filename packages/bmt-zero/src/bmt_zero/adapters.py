@@ -44,22 +44,20 @@ def check_adapters(modules: Iterable[nn.Module]) -> None:
 
 
 def _check_adapter(trained: Iterable[torch.Tensor], weight: DistributedParameter) -> None:
-    for place in weight.locality:
-        if current().topology.sizes.get(place.axis, 1) == 1:
+    for locality in weight.locality:
+        if current().topology.sizes.get(locality.axis, 1) == 1:
             continue
-        way_out = (
-            f"Train adapters in a run without {place.axis!r}, which shards the model all the same, or merge them first."
-        )
-        if place.split_dim is not None:
+        way_out = f"Train adapters in a run without {locality.axis!r}, which shards the model all the same, or merge them first."
+        if locality.split_dim is not None:
             raise ConfigError(
-                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {place.axis!r} has a slice."
+                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {locality.axis!r} has a slice."
                 f" Adapters are made for whole layers. {way_out}"
             )
-        if place.gradients == "whole" and any(place not in getattr(p, "locality", ()) for p in trained):
+        if locality.gradients == "whole" and any(locality not in getattr(p, "locality", ()) for p in trained):
             raise ConfigError(
-                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {place.axis!r} computes the whole"
-                " gradient, after this was declared: the adapter's gradients would be summed over these ranks. Add it before the"
-                f" model is split along {place.axis!r}. {way_out}"
+                f"An adapter (LoRA) was added to {weight.description}, of which each rank along {locality.axis!r} computes the"
+                " whole gradient, after this was declared: the adapter's gradients would be summed over these ranks. Add it"
+                f" before the model is split along {locality.axis!r}. {way_out}"
             )
 
 

@@ -33,7 +33,7 @@ from bmt_core.params.uninitialized import (
 from bmt_core.run.bmtrain_names import BlockMode, axes_of_mode, mode_of_axes
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype, check_reduce_dtype, check_zero_level
-from bmt_core.torch_internals import are_transforms_active, never_compiled
+from bmt_core.torch_internals import are_transforms_active, code_of, never_compiled, set_code
 from bmt_zero.adapters import check_adapters, see_whole_adapters
 from bmt_zero.block_engine import BlockEngine
 
@@ -257,6 +257,6 @@ def compiled_forward(kind: type[nn.Module], recomputes: bool) -> Callable[..., A
         return checkpoint(again, *tensors_in((args, kwargs)), use_reentrant=False)
 
     # torch limits how often one code object is compiled, and without a copy all forwards defined here would share one.
-    forward.__code__ = forward.__code__.replace()
+    set_code(forward, code_of(forward).replace())
     compiled: Callable[..., Any] = torch.compile(forward)
     return compiled

@@ -234,7 +234,9 @@ class BlockState:
             )
         if not self.local_axes:
             return parameter.shard_group
-        shared = [place.axis for place in parameter.locality if place.is_sharded and place.axis in self.local_axes]
+        shared = [
+            locality.axis for locality in parameter.locality if locality.is_sharded and locality.axis in self.local_axes
+        ]
         if shared:
             name = next(slot.name for slot in slots if slot.parameter is parameter)
             raise ConfigError(

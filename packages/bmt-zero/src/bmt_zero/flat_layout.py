@@ -48,12 +48,12 @@ class FlatLayout:
         position = base
         for index, offset in enumerate(self.offsets):
             start, stop = (0, self.numels[index]) if rank is None else self._owned(index, rank)
-            place = min(max(offset + start, position), end) if stop > start else position
-            if place > position:
-                lengths.append(place - position)
+            begin = min(max(offset + start, position), end) if stop > start else position
+            if begin > position:
+                lengths.append(begin - position)
             indices.append(len(lengths))
             lengths.append(stop - start)
-            position = place + stop - start
+            position = begin + stop - start
         if position < end:
             lengths.append(end - position)
         return lengths, indices

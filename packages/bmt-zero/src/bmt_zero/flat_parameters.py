@@ -81,15 +81,15 @@ class FlatParameters:
         self._gaps = sorted(set(range(len(lengths))) - set(self._places))
         return self._layout.pieces(None if self.is_replicated else self.process_group.rank)
 
-    def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
+    def _adopt(self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor) -> DistributedParameter:
         shape = self.shapes[number]
         ranges = ((0, shape.numel()),) * self.process_group.size if self.is_replicated else self._layout.ranges(number)
         shard = Shard(shape, ranges, self.process_group, replicated=self.is_replicated)
         whole = None if isinstance(parameter, DistributedParameter) else parameter.detach()
         is_filled = has_values(parameter)
         if is_filled:
-            place.copy_(_part(parameter, shard))
-        adopted = make_distributed(parameter, shard, place)
+            memory.copy_(_part(parameter, shard))
+        adopted = make_distributed(parameter, shard, memory)
         adopted._in_block = True
         if whole is not None:
             note_first_values(adopted, whole, is_filled=is_filled)
@@ -116,8 +116,8 @@ class RankMajorParameters(FlatParameters):
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return copies of the whole parameters that were gathered into ``flat``."""
         rows = flat.view(self.process_group.size, -1)
-        places = zip(self.parameters, self._starts, self._longest, strict=True)
-        parts = [(p, rows[:, start : start + longest].contiguous().view(-1)) for p, start, longest in places]
+        columns = zip(self.parameters, self._starts, self._longest, strict=True)
+        parts = [(p, rows[:, start : start + longest].contiguous().view(-1)) for p, start, longest in columns]
         return [parameter._shard.joined(padded) for parameter, padded in parts]
 
     def rows_of(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
@@ -127,8 +127,8 @@ class RankMajorParameters(FlatParameters):
         for number, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
             if grad is not None:
                 start = self._starts[number]
-                places = rows[:, start : start + self._longest[number]]
-                parameter._shard.spread(grad.to_dense() if grad.is_sparse else grad, places)
+                columns = rows[:, start : start + self._longest[number]]
+                parameter._shard.spread(grad.to_dense() if grad.is_sparse else grad, columns)
                 rows[:, self._flags + number] = 1
         return flat
 
@@ -144,7 +144,7 @@ class RankMajorParameters(FlatParameters):
         pieces, indices = replace(row, numels=(*numels, len(numels))).pieces()  # own parts may be shorter
         return pieces, indices[:-1]
 
-    def _adopt(self, parameter: torch.nn.Parameter, number: int, place: torch.Tensor) -> DistributedParameter:
+    def _adopt(self, parameter: torch.nn.Parameter, number: int, memory: torch.Tensor) -> DistributedParameter:
         assert isinstance(parameter, DistributedParameter)
-        set_data_silently(parameter, place.copy_(parameter.data))
+        set_data_silently(parameter, memory.copy_(parameter.data))
         return parameter

@@ -39,8 +39,8 @@ def without_cache_in_recomputation(module: nn.Module) -> None:
         module.register_forward_pre_hook(functools.partial(_no_cache, names.index("use_cache")), with_kwargs=True)
 
 
-def _no_cache(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_said = len(args) > place or kwargs.get("use_cache") is not None
+def _no_cache(position: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_said = len(args) > position or kwargs.get("use_cache") is not None
     if is_said or not (module.training and torch.is_grad_enabled() and _recomputes(module)):
         return None
     return args, {**kwargs, "use_cache": False}

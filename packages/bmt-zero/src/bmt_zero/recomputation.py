@@ -28,7 +28,7 @@ from bmt_core.errors import BmtError
 from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
 from bmt_core.run.runtime import current
-from bmt_core.torch_internals import when_backward_ends
+from bmt_core.torch_internals import when_backward_ends, without_script_optimization
 from bmt_zero.block_call import BlockCall
 from bmt_zero.key_value_caches import with_own_caches
 from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
@@ -62,7 +62,7 @@ class Recomputation:
     def forward(self) -> Any:
         """Run forward and return its outputs. Only the inputs are kept."""
         try:
-            with saved_tensors_hooks(self._count, self._hand_out), _without_script_optimization():
+            with saved_tensors_hooks(self._count, self._hand_out), without_script_optimization():
                 outputs = self._compute(*self._inputs)
             self._buffers.learn_changes()
             return outputs
@@ -121,7 +121,7 @@ class Recomputation:
         try:
             with (
                 saved_tensors_hooks(self._keep, _as_it_is),
-                _without_script_optimization(),
+                without_script_optimization(),
                 torch.enable_grad(),
                 self._modes.restored(),
                 self._random.repeated(),
@@ -165,12 +165,6 @@ class Recomputation:
 
 class _Complete(BaseException):
     """Stops a recomputation when all tensors are there. A BaseException, because the block's code may catch ``Exception``."""
-
-
-def _without_script_optimization() -> AbstractContextManager[None]:
-    """Inside, functions of ``torch.jit.script`` are not optimized: optimized ones save other tensors after their first call."""
-    context: AbstractContextManager[None] = torch.jit.optimized_execution(False)
-    return context
 
 
 class _RandomNumbers:

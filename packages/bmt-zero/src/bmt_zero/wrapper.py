@@ -108,7 +108,7 @@ def BMTrainModelWrapper(
 def _declared_axes(model: nn.Module) -> set[str] | None:
     """Return the axes along which a parameter is split or declared; None if none is trained."""
     parameters = list(model.parameters())
-    declared = {place.axis for p in parameters if isinstance(p, DistributedParameter) for place in p.locality}
+    declared = {locality.axis for p in parameters if isinstance(p, DistributedParameter) for locality in p.locality}
     return declared if any(p.requires_grad for p in parameters) else None
 
 

@@ -20,7 +20,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
-from bmt_core.torch_internals import backward_pass
+from bmt_core.torch_internals import backward_pass, without_script_optimization
 from bmt_core.user_warnings import warn_user
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
@@ -66,7 +66,7 @@ class ZeroRun:
         # tensors for backward. A recomputation must save the same tensors as forward, so no function is optimized while there are
         # Blocks.
         self._until_close = ExitStack()
-        self._until_close.enter_context(torch.jit.optimized_execution(False))
+        self._until_close.enter_context(without_script_optimization())
         runtime.call_observers.append(self._call_begins)
         runtime.at_shutdown.append(self._close)
 

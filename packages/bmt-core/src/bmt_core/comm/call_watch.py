@@ -268,8 +268,8 @@ def _whereabouts(state: RankState) -> str:
 
 def _ring_text(ring: list[int], states: dict[int, RankState]) -> str:
     waits = "; ".join(
-        f"rank {rank} is in {states[rank].waiting}, which rank {ring[(place + 1) % len(ring)]} has not entered"
-        for place, rank in enumerate(ring)
+        f"rank {rank} is in {states[rank].waiting}, which rank {ring[(index + 1) % len(ring)]} has not entered"
+        for index, rank in enumerate(ring)
     )
     return f"Ranks wait for each other in different calls: {waits}. {_ADVICE}"
 

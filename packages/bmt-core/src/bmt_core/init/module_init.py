@@ -31,6 +31,7 @@ from bmt_core.params.uninitialized import (
     uninitialized_names,
 )
 from bmt_core.run.runtime import current
+from bmt_core.torch_internals import unsaved_buffers
 
 ModuleInit = Callable[[nn.Module], Any]
 
@@ -75,7 +76,7 @@ def initialize_modules(model: nn.Module, init: ModuleInit | None = None) -> None
 
 def initialize_unsaved_buffers(model: nn.Module) -> None:
     """Compute the buffers of ``model`` that no checkpoint holds (``persistent=False``). Everything else is left unchanged."""
-    unsaved = ((m, m._buffers.get(name)) for m in model.modules() for name in m._non_persistent_buffers_set)
+    unsaved = ((m, m._buffers.get(name)) for m in model.modules() for name in unsaved_buffers(m))
     incomplete = {module for module, buffer in unsaved if buffer is not None and not has_values(buffer)}
     _initialize(incomplete, model, [], None, group_of_owners(model.parameters()))
 

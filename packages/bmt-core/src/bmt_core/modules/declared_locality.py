@@ -72,7 +72,7 @@ def declare(parameter: nn.Parameter, locality: Locality) -> DistributedParameter
 
 
 def _check_is_plain(name: str, parameter: nn.Parameter, locality: Locality) -> None:
-    is_declared = any(place.axis == locality.axis for place in getattr(parameter, "locality", ()))
+    is_declared = any(other.axis == locality.axis for other in getattr(parameter, "locality", ()))
     if isinstance(parameter, DistributedParameter) and not is_declared:
         raise ConfigError(
             f"{name} is sharded already, and cannot be declared as {locality}. Call set_locality() on"

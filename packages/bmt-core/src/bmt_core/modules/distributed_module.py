@@ -13,6 +13,7 @@ from bmt_core.modules.gathered_copy import is_copy_of
 from bmt_core.modules.outermost_call import gather_once, module_call, reading_parts
 from bmt_core.params.parameter import DistributedParameter, note_whole_values
 from bmt_core.params.uninitialized import require_values
+from bmt_core.torch_internals import load_hooks
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -151,7 +152,7 @@ def load_own_parts(modules: Iterable[nn.Module]) -> None:
     load, come first and see whole tensors. The hook stays, because a module that has several names loads several times.
     """
     for module in modules:
-        hooks = module._load_state_dict_pre_hooks
+        hooks, _ = load_hooks(module)
         hooks.pop(PARTS_HOOK, None)
         registered = module.register_load_state_dict_pre_hook(_replace_by_parts)  # type: ignore[no-untyped-call]
         hooks[PARTS_HOOK] = hooks.pop(registered.id)

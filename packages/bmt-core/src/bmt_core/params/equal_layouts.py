@@ -68,5 +68,5 @@ def all_own_axes(summaries: Iterable[LayoutSummary]) -> frozenset[str]:
 def _described(name: str, parameter: torch.Tensor) -> str:
     if not isinstance(parameter, DistributedParameter):
         return f"{name} of shape {tuple(parameter.shape)} and {parameter.dtype}"
-    places = "".join(f", {place}" for place in parameter.locality)
-    return f"{name} of shape {tuple(parameter.whole_shape)} and {parameter.dtype}{places}"
+    localities = "".join(f", {locality}" for locality in parameter.locality)
+    return f"{name} of shape {tuple(parameter.whole_shape)} and {parameter.dtype}{localities}"

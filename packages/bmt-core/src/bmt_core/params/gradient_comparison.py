@@ -57,9 +57,9 @@ class GradientComparison:
         axes = [axis for axis in topology.same_data_axes if topology.axis_size(axis) > 1]
         if not axes or not self._occasions.has_come():
             return
-        localities = [{place.axis: place for place in getattr(p, "locality", ())} for p in parameters]
+        localities = [{locality.axis: locality for locality in getattr(p, "locality", ())} for p in parameters]
         group = _group_of(parameters[0], topology)
-        if group is None or not any(_is_compared(locality.get(axis)) for axis in axes for locality in localities):
+        if group is None or not any(_is_compared(by_axis.get(axis)) for axis in axes for by_axis in localities):
             return
         own = list(gradients())
         # A value is compared by its part: ranks along an axis along which a parameter is whole have
@@ -69,9 +69,9 @@ class GradientComparison:
         of_gradients, of_values = found[:, : len(own)], found[:, len(own) :]
         for axis in axes:
             lines = _lines(topology, axis, group)
-            for number, (parameter, locality) in enumerate(zip(parameters, localities, strict=True)):
-                place, bytes_ = locality.get(axis), _bytes_of_number(parameter.dtype)
-                if place is None:
+            for number, (parameter, by_axis) in enumerate(zip(parameters, localities, strict=True)):
+                locality, bytes_ = by_axis.get(axis), _bytes_of_number(parameter.dtype)
+                if locality is None:
                     few, times_of_few = _TIMES_OF_FEW[bytes_]
                     times = times_of_few if own[number].numel() < few else 1
                     for line in lines:
@@ -80,25 +80,25 @@ class GradientComparison:
                         self._times_same[key] = self._times_same[key] + 1 if is_same else 0
                         if self._times_same[key] >= times:
                             raise _undeclared(parameter, axis)
-                if place is not None and place.gradients == "whole":
+                if locality is not None and locality.gradients == "whole":
                     for what, numbers in (("gradient", of_gradients), ("value", of_values)):
                         if any(_differ(numbers[line, number], _DIFFERENT[bytes_]) for line in lines):
                             raise _not_whole(parameter, axis, what)
 
 
-def _is_compared(place: Locality | None) -> bool:
-    return place is None or place.gradients == "whole"
+def _is_compared(locality: Locality | None) -> bool:
+    return locality is None or locality.gradients == "whole"
 
 
 def _group_of(parameter: torch.Tensor, topology: Topology) -> Group | None:
     """Return the group of all ranks that compute gradients of ``parameter``; None if the user chose
     its ranks.
     """
-    locality: tuple[Locality, ...] = getattr(parameter, "locality", ())
+    localities: tuple[Locality, ...] = getattr(parameter, "locality", ())
     ranks: Group | None = getattr(parameter, "shard_group", None)
-    if ranks is not None and ranks.ranks != topology.shard_group(local_axes_of(locality)).ranks:
+    if ranks is not None and ranks.ranks != topology.shard_group(local_axes_of(localities)).ranks:
         return None
-    own = {place.axis for place in locality if place.is_own}
+    own = {locality.axis for locality in localities if locality.is_own}
     return topology.group(axis for axis in topology.sizes if axis not in own)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Mark
-from bmt_core.torch_internals import backward_pass, memory_states
+from bmt_core.torch_internals import backward_pass, base_of, memory_states
 
 
 class GradientWitness:
@@ -257,13 +257,14 @@ class LeafGradients:
 
 def keep_float32_sum(flat: torch.Tensor, total: torch.Tensor) -> None:
     """Remember ``total`` as the float32 sum of which ``flat`` is the rounding, as long as the memory of ``flat`` lives."""
-    base = flat if flat._base is None else flat._base
+    base = base_of(flat)
+    base = flat if base is None else base
     base._bmt_float32_sum = base._version, flat.storage_offset(), total  # type: ignore[attr-defined]
 
 
 def float32_sum_of(grad: torch.Tensor) -> torch.Tensor | None:
     """Return the float32 sum of which ``grad`` is the rounding; None if there is none, or if somebody has written to ``grad``."""
-    version, offset, total = getattr(grad._base, "_bmt_float32_sum", (None, 0, None))
+    version, offset, total = getattr(base_of(grad), "_bmt_float32_sum", (None, 0, None))
     if total is None or version != grad._version or not grad.is_contiguous():
         return None
     start = int(grad.storage_offset()) - offset

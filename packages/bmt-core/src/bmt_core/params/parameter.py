@@ -128,8 +128,8 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         if not cuts:
             return self.full_shape
         shape = list(self.full_shape)
-        for place, dim in cuts:
-            shape[dim] *= current().topology.axis_size(place.axis)
+        for locality, dim in cuts:
+            shape[dim] *= current().topology.axis_size(locality.axis)
         return torch.Size(shape)
 
     @property
@@ -152,7 +152,7 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         """Whether other ranks hold other elements or other layers, so that a norm over this rank is not the model's."""
         if self._is_lent or self.is_sharded:
             return not self._is_lent
-        local = [place.axis for place in self.locality if place.is_own or place.split_dim is not None]
+        local = [locality.axis for locality in self.locality if locality.is_own or locality.split_dim is not None]
         return bool(local) and is_initialized() and any(current().topology.axis_size(axis) > 1 for axis in local)
 
     @property
@@ -171,7 +171,9 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
 
         A global norm is the sum of ``|local|**p / replicas`` over all parameters and all ranks.
         """
-        sizes = [current().topology.axis_size(place.axis) for place in self.locality if place.gradients == "whole"]
+        sizes = [
+            current().topology.axis_size(locality.axis) for locality in self.locality if locality.gradients == "whole"
+        ]
         return math.prod(sizes) * (self.shard_group.size if self._shard.replicated else 1)
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
@@ -204,9 +206,9 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         An ordinary tensor, part of the autograd graph. Backward: this rank's slice gets its part of this rank's gradient.
         """
         whole = self.gather()
-        for place, _ in reversed(self._cuts()):
-            slices: torch.Tensor = AllGather.apply(whole, current().topology.group((place.axis,)))  # type: ignore[no-untyped-call]
-            whole = place.join(slices.unbind(0))
+        for locality, _ in reversed(self._cuts()):
+            slices: torch.Tensor = AllGather.apply(whole, current().topology.group((locality.axis,)))  # type: ignore[no-untyped-call]
+            whole = locality.join(slices.unbind(0))
         return whole
 
     def gather_like(self, part: torch.Tensor) -> torch.Tensor:
@@ -221,8 +223,8 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
     def gather_all_like(self, part: torch.Tensor) -> torch.Tensor:
         """Like :meth:`gather_like`, with the slices joined to :attr:`whole_shape`. Collective."""
         whole = self.gather_like(part)
-        for place, _ in reversed(self._cuts()):
-            whole = place.join(gather_stacked(whole, current().topology.group((place.axis,))).unbind(0))
+        for locality, _ in reversed(self._cuts()):
+            whole = locality.join(gather_stacked(whole, current().topology.group((locality.axis,))).unbind(0))
         return whole
 
     def gather_on(self, rank: int, part: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -248,14 +250,14 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         :attr:`whole_shape`. Communicates nothing.
         """
         topology = current().topology
-        fixed = {place.axis for place in self.locality if place.split_dim is not None or place.is_own}
+        fixed = {locality.axis for locality in self.locality if locality.split_dim is not None or locality.is_own}
         if topology.shard_group(fixed).ranks[0] not in self.shard_group.ranks:  # others write the same values
             return slice(0, 0), []
         start, end = self._shard.saved_range
         ranges, shape, cuts = [(start, end)], list(self.whole_shape), []
-        for place, dim in self._cuts():
-            size = topology.axis_size(place.axis)
-            cuts.append(place.ranges(shape, topology.axis_rank(place.axis), size))
+        for locality, dim in self._cuts():
+            size = topology.axis_size(locality.axis)
+            cuts.append(locality.ranges(shape, topology.axis_rank(locality.axis), size))
             shape[dim] //= size
         for cut in reversed(cuts):
             ranges = ranges_within(cut, ranges)
@@ -266,8 +268,8 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         if whole.shape != self.whole_shape:
             raise ValueError(f"Expected a tensor of shape {tuple(self.whole_shape)}, not {tuple(whole.shape)}.")
         topology = current().topology
-        for place, _ in self._cuts():
-            whole = place.cut(whole, topology.axis_rank(place.axis), topology.axis_size(place.axis))
+        for locality, _ in self._cuts():
+            whole = locality.cut(whole, topology.axis_rank(locality.axis), topology.axis_size(locality.axis))
         return whole
 
     def make_local(self, axes: Iterable[str]) -> None:
@@ -328,11 +330,11 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.wait_for_updates()
-        place = (self._shard.shape, self._shard.ranges, self.shard_group.ranks, self._shard.replicated)
+        layout = (self._shard.shape, self._shard.ranges, self.shard_group.ranks, self._shard.replicated)
         arguments = (
             self.detach().clone(),
             self.requires_grad,
-            place,
+            layout,
             self._init_method,
             self.locality,
             self._history(),
@@ -345,8 +347,8 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         if not self.locality:
             return []
         sizes = current().topology.sizes
-        found = [(place, place.split_dim) for place in self.locality if sizes.get(place.axis, 1) > 1]
-        return [(place, dim) for place, dim in found if dim is not None]
+        found = [(locality, locality.split_dim) for locality in self.locality if sizes.get(locality.axis, 1) > 1]
+        return [(locality, dim) for locality, dim in found if dim is not None]
 
     def _set_place(
         self, shard: Shard, init_method: InitMethod | None, locality: tuple[Locality, ...], label: str | None = None
@@ -443,7 +445,7 @@ def note_first_values(parameter: DistributedParameter, full: torch.Tensor, *, is
     """Note the values of ``full``, of :attr:`full_shape`, of which the new ``parameter`` keeps this rank's part, if it has any."""
     runtime = current()
     group = parameter.shard_group
-    whole_along = {place.axis for place in parameter.locality if place.gradients == "whole"}
+    whole_along = {locality.axis for locality in parameter.locality if locality.gradients == "whole"}
     if whole_along and group.ranks == runtime.topology.shard_group(parameter.local_axes).ranks:
         group = runtime.topology.shard_group(parameter.local_axes - whole_along)
     runtime.first_values.note(parameter, full, group, is_filled=is_filled)
@@ -522,13 +524,13 @@ class _Gather(torch.autograd.Function):
 def _rebuild(
     part: torch.Tensor,
     requires_grad: bool,
-    place: tuple[torch.Size, tuple[tuple[int, int], ...], tuple[int, ...], bool],
+    layout: tuple[torch.Size, tuple[tuple[int, int], ...], tuple[int, ...], bool],
     init_method: InitMethod | None,
     locality: tuple[Locality, ...],
     history: tuple[bool, bool, int | None, bool],
     label: str | None = None,
 ) -> DistributedParameter:
-    shape, ranges, ranks, replicated = place
+    shape, ranges, ranks, replicated = layout
     shard = Shard(shape, ranges, current().topology.group_of(ranks), replicated)
     parameter: DistributedParameter = make_subclass(DistributedParameter, part, requires_grad)
     parameter._set_place(shard, init_method, locality, label)
@@ -562,9 +564,9 @@ def local_along(axes: Iterable[str]) -> Iterator[None]:
 _own_along: ContextVar[tuple[str, ...]] = ContextVar("own_along", default=())
 
 
-def _made_local(locality: tuple[Locality, ...], axes: Iterable[str]) -> tuple[Locality, ...]:
-    known = {place.axis for place in locality}
-    return locality + tuple(Locality(axis) for axis in dict.fromkeys(axes) if axis not in known)
+def _made_local(localities: tuple[Locality, ...], axes: Iterable[str]) -> tuple[Locality, ...]:
+    known = {locality.axis for locality in localities}
+    return localities + tuple(Locality(axis) for axis in dict.fromkeys(axes) if axis not in known)
 
 
 def _checked_group(group: Group | None, local_axes: frozenset[str]) -> Group:

@@ -22,11 +22,11 @@ from bmt_core.run.topology import DATA_AXIS
 def own_axes(parameters: Iterable[torch.Tensor]) -> frozenset[str]:
     """Return the axes of several ranks along which any of ``parameters`` is the rank's own."""
     declared = {
-        place.axis
+        locality.axis
         for parameter in parameters
         if isinstance(parameter, DistributedParameter)
-        for place in parameter.locality
-        if place.is_own
+        for locality in parameter.locality
+        if locality.is_own
     }
     return frozenset(axis for axis in declared if current().topology.axis_size(axis) > 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -18,8 +19,7 @@ def even_ranges(numel: int, size: int) -> tuple[tuple[int, int], ...]:
     >>> even_ranges(5, 4)
     ((0, 2), (2, 4), (4, 5), (5, 5))
     """
-    part = -(-numel // size)
-    return tuple((min(i * part, numel), min((i + 1) * part, numel)) for i in range(size))
+    return _equal_ranges(numel, -(-numel // size), size)
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,15 @@ class Shard:
         ranges = even_ranges(self.numel, self.group.size) if self.replicated else self.ranges
         return ranges[self.group.rank]
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Number of elements of the longest part, to which all parts are padded when they are sent."""
         return max(end - start for start, end in self.ranges)
+
+    @cached_property
+    def _is_contiguous(self) -> bool:
+        """Whether the parts are of equal length and in order, the last ones shorter, so that padded parts are the whole."""
+        return self.ranges == _equal_ranges(self.ranges[-1][1], self.longest, len(self.ranges))
 
     def part(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's 1-D part of ``full`` (any shape with ``numel`` elements); a view where that is possible."""
@@ -91,7 +96,7 @@ class Shard:
     def joined(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the whole, of ``shape``, from the 1-D tensor of all parts, each padded to :attr:`longest`; a view if possible."""
         longest = self.longest
-        if _contiguous(self.ranges, longest):
+        if self._is_contiguous:
             return padded[: self.numel].view(self.shape)
         parts = [padded[i * longest :][: end - start] for i, (start, end) in enumerate(self.ranges)]
         return torch.cat(parts).view(self.shape)
@@ -99,7 +104,7 @@ class Shard:
     def spread(self, full: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy each rank's part of ``full`` to its row of ``rows`` (group size × :attr:`longest`), whose padding stays."""
         full = full.reshape(-1)
-        if self.numel == rows.numel() and _contiguous(self.ranges, self.longest):
+        if self.numel == rows.numel() and self._is_contiguous:
             rows.copy_(full.view(rows.shape))
             return
         for row, (start, end) in zip(rows, self.ranges, strict=True):
@@ -122,7 +127,7 @@ class Shard:
         return part if divisor == 1 else part.div_(divisor)
 
     def _spread(self, full: torch.Tensor) -> torch.Tensor:
-        if self.numel == self.group.size * self.longest and _contiguous(self.ranges, self.longest):
+        if self.numel == self.group.size * self.longest and self._is_contiguous:
             return full
         rows = full.new_zeros(self.group.size, self.longest)
         self.spread(full, rows)
@@ -147,12 +152,8 @@ def _padded(part: torch.Tensor, length: int) -> torch.Tensor:
     return padded
 
 
-def _contiguous(ranges: Sequence[tuple[int, int]], longest: int) -> bool:
-    numel = ranges[-1][1]
-    return all(
-        (start, end) == (min(i * longest, numel), min((i + 1) * longest, numel))
-        for i, (start, end) in enumerate(ranges)
-    )
+def _equal_ranges(numel: int, length: int, count: int) -> tuple[tuple[int, int], ...]:
+    return tuple((min(i * length, numel), min((i + 1) * length, numel)) for i in range(count))
 
 
 def ranges_within(outer: Sequence[tuple[int, int]], inner: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

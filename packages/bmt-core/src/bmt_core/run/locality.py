@@ -103,20 +103,20 @@ class Locality:
         return torch.cat([piece for section in parts for piece in section], self.split_dim)
 
 
-def local_axes_of(locality: Iterable[Locality]) -> frozenset[str]:
-    """Return the axes along which a parameter of this locality is not sharded."""
-    return frozenset(place.axis for place in locality if not place.is_sharded)
+def local_axes_of(localities: Iterable[Locality]) -> frozenset[str]:
+    """Return the axes along which a parameter of these ``localities`` is not sharded."""
+    return frozenset(locality.axis for locality in localities if not locality.is_sharded)
 
 
-def check_locality(locality: Sequence[Locality], dims: int) -> tuple[Locality, ...]:
-    """Return ``locality`` of a parameter of ``dims`` dims, or raise :class:`ConfigError`."""
-    for place in locality:
-        if not isinstance(place, Locality):
-            raise TypeError(f"locality is a sequence of Locality, with a {type(place).__name__} in it.")
-        if place.split_dim is not None and place.split_dim >= dims:
-            raise ConfigError(f"{place} cuts dim {place.split_dim}, and the parameter has {dims} dims.")
-    axes = [place.axis for place in locality]
+def check_locality(localities: Sequence[Locality], dims: int) -> tuple[Locality, ...]:
+    """Return ``localities`` of a parameter of ``dims`` dims, or raise :class:`ConfigError`."""
+    for locality in localities:
+        if not isinstance(locality, Locality):
+            raise TypeError(f"locality is a sequence of Locality, with a {type(locality).__name__} in it.")
+        if locality.split_dim is not None and locality.split_dim >= dims:
+            raise ConfigError(f"{locality} cuts dim {locality.split_dim}, and the parameter has {dims} dims.")
+    axes = [locality.axis for locality in localities]
     twice = sorted({axis for axis in axes if axes.count(axis) > 1})
     if twice:
         raise ConfigError(f"The locality along {', '.join(map(repr, twice))} is given twice. Give it once.")
-    return tuple(locality)
+    return tuple(localities)

@@ -11,6 +11,7 @@ from torch import nn
 
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.state.index import EXTRA_STATE
+from bmt_core.torch_internals import unsaved_buffers
 
 
 def whole_shape(value: torch.Tensor) -> torch.Size:
@@ -31,7 +32,7 @@ def named_targets(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tens
     """Yield (name, module, tensor) for every key that ``load_state_dict`` sets: every name of a tie; extra state with None."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        persistent = [name for name in module._buffers if name not in unsaved_buffers(module)]
         buffers = ((name, module._buffers[name]) for name in persistent)
         for name, tensor in chain(module._parameters.items(), buffers):
             if tensor is not None:

@@ -27,6 +27,7 @@ from bmt_core.state.index import Index, TensorEntry
 from bmt_core.state.model_tensors import memory_key, whole_shape
 from bmt_core.state.serialization import from_bytes, to_bytes
 from bmt_core.state.state_tensors import TensorPart
+from bmt_core.torch_internals import state_dict_hooks
 
 Value = torch.Tensor | TensorPart
 
@@ -116,13 +117,14 @@ def _with_module(state: Any, module: nn.Module, prefix: str) -> Any:
     """Add the entries of ``module`` and its children to ``state``; return ``state``, or what a hook returns in its place."""
     metadata = state._metadata[prefix[:-1]] = {"version": module._version}
     with getattr(module, "_bmt_parameters_shown", nullcontext)():
-        for before in module._state_dict_pre_hooks.values():
+        before_reading, after_reading = state_dict_hooks(module)
+        for before in before_reading:
             before(module, prefix, True)
         module._save_to_state_dict(state, prefix, True)
         for name, child in module._modules.items():
             if child is not None:
                 _with_module(state, child, f"{prefix}{name}.")
-        for after in module._state_dict_hooks.values():
+        for after in after_reading:
             replaced = after(module, state, prefix, metadata)
             state = state if replaced is None else replaced
     return state

@@ -22,7 +22,7 @@ class Claim:
     """The locality that the plan's entry ``pattern`` gives to a parameter."""
 
     pattern: str
-    place: Locality
+    locality: Locality
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def match(model: nn.Module, plan: Plan, tp_size: int) -> Match:
     for pattern, style in plan.parameters.items():
         for name, module in _named_by(model, pattern):
             planned = PlannedModule(name=name, module=module, config=getattr(model, "config", None), tp_size=tp_size)
-            for key, place in style.places(planned).items():
-                _claim(found, f"{name}.{key}", Claim(pattern, place))
+            for key, locality in style.localities(planned).items():
+                _claim(found, f"{name}.{key}", Claim(pattern, locality))
             found.styles[name] = style
     _match_activations(found, model, plan)
     for pattern, attributes in plan.divided.items():
@@ -139,9 +139,9 @@ def _check_parameters(found: Match, model: nn.Module, plan: Plan) -> None:
             )
         claim = found.claims.setdefault(name, Claim(plan.layers, OWN_ROWS))
         other = first.setdefault(parameter, name)
-        place, other_place = claim.place, found.claims[other].place
-        if place != other_place:
+        locality, other_locality = claim.locality, found.claims[other].locality
+        if locality != other_locality:
             raise ConfigError(
-                f"{other} and {name} are one tied parameter, but the plan splits it differently: {other_place} and {place}."
+                f"{other} and {name} are one tied parameter, but the plan splits it differently: {other_locality} and {locality}."
                 " Give both modules styles with the same split."
             )

@@ -46,7 +46,7 @@ def parallelize(model: ModuleT, plan: Plan | None = None) -> ModuleT:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, claim in found.claims.items():
         if not isinstance(parameters[name], DistributedParameter):
-            declare(parameters[name], claim.place).label = name
+            declare(parameters[name], claim.locality).label = name
         extend(model.get_submodule(name.rpartition(".")[0]), DistributedModule)
     for name, style in found.styles.items():
         module = model.get_submodule(name)

@@ -27,7 +27,7 @@ from bmt_tp.tensor_group import AXIS
 Layout = Literal["batch_first", "sequence_first"]
 """The order of the dims of activations of all positions: (batch, sequence, features) or (sequence, batch, features)."""
 
-Places = dict[str, Locality]
+Localities = dict[str, Locality]
 """The locality along ``tp`` of each parameter of a module, by name."""
 
 OWN_ROWS = Locality(AXIS, gradients="share")
@@ -89,7 +89,7 @@ class PlannedModule:
 class Style(Protocol):
     """How a plan splits the parameters of one module."""
 
-    def places(self, planned: PlannedModule) -> Places:
+    def localities(self, planned: PlannedModule) -> Localities:
         """Return the locality of each parameter along ``tp``. Raises :class:`ConfigError` if the module does not fit the style."""
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
@@ -112,7 +112,7 @@ class Column:
     sections: tuple[int, ...] = ()
     gather: Layout | None = None
 
-    def places(self, planned: PlannedModule) -> Places:
+    def localities(self, planned: PlannedModule) -> Localities:
         """See :class:`Style`."""
         dim = planned.output_dim("Column")
         module: Any = planned.module
@@ -147,7 +147,7 @@ class Row:
 
     input: Layout
 
-    def places(self, planned: PlannedModule) -> Places:
+    def localities(self, planned: PlannedModule) -> Localities:
         """See :class:`Style`."""
         dim = 1 - planned.output_dim("Row")
         module: Any = planned.module
@@ -166,7 +166,7 @@ class VocabularyEmbedding:
     All ranks pass the same ids (batch, sequence), and all get the same vectors.
     """
 
-    def places(self, planned: PlannedModule) -> Places:
+    def localities(self, planned: PlannedModule) -> Localities:
         """See :class:`Style`."""
         module = planned.module
         if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
@@ -193,7 +193,7 @@ class Head:
 
     gather_output: bool = True
 
-    def places(self, planned: PlannedModule) -> Places:
+    def localities(self, planned: PlannedModule) -> Localities:
         """See :class:`Style`."""
         dim = planned.output_dim("Head")
         module: Any = planned.module
@@ -212,10 +212,10 @@ class Whole:
     So every rank has the same whole gradients of its parameters, and they are not summed over ``tp``.
     """
 
-    def places(self, planned: PlannedModule) -> Places:
+    def localities(self, planned: PlannedModule) -> Localities:
         """See :class:`Style`."""
-        place = Locality(AXIS, gradients="whole")
-        return {name: place for name, _ in planned.module.named_parameters(remove_duplicate=False)}
+        locality = Locality(AXIS, gradients="whole")
+        return {name: locality for name, _ in planned.module.named_parameters(remove_duplicate=False)}
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
         """See :class:`Style`."""
@@ -229,7 +229,7 @@ class PerPosition:
     Norms are treated this way without being named.
     """
 
-    def places(self, planned: PlannedModule) -> Places:
+    def localities(self, planned: PlannedModule) -> Localities:
         """See :class:`Style`."""
         return {name: OWN_ROWS for name, _ in planned.module.named_parameters(remove_duplicate=False)}
 
@@ -244,5 +244,5 @@ _PAD = (
 )
 
 
-def _places(module: nn.Module, weight: Locality, bias: Locality) -> Places:
+def _places(module: nn.Module, weight: Locality, bias: Locality) -> Localities:
     return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}
