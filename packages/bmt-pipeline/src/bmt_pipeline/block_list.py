@@ -137,7 +137,6 @@ class PipelineTransformerBlockList(LayerList):
         return found
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """See :meth:`named_modules`."""
         self._refuse_in_loss()
         return super().named_children()
 

@@ -51,7 +51,6 @@ class LayersOfStage:
         self._keeps_states = keeps_states
 
     def forward(self, micro_batch: int, inputs: Arguments) -> Any:
-        """See :class:`bmt_pipeline.stage_runner.Part`."""
         states: States | None = [] if self._keeps_states else None
         self._check_dims_of_plan()
         hidden = run_layers(self.blocks, inputs.hidden, inputs.rest, inputs.kwargs, states)

@@ -265,7 +265,6 @@ class _Step:
         return (loss if self._manager is None else self._manager.scale_loss(loss)) * share
 
     def inputs(self, micro_batch: int) -> Any:
-        """See :class:`bmt_pipeline.stage_runner.Ends`."""
         return self.batch.inputs[micro_batch]
 
     def take_output(self, micro_batch: int, output: Any) -> None:

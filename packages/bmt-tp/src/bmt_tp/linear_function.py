@@ -44,7 +44,6 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | int | None = None,
         async_gather_chunks: int | None = 2,
     ) -> torch.Tensor:
-        """See :func:`parallel_linear`."""
         return parallel_linear(
             input,
             weight,

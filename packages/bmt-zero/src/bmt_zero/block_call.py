@@ -72,7 +72,6 @@ class BlockCall:
 
     @property
     def layer_recomputation(self) -> LayerRecomputation | None:
-        """See :class:`bmt_zero.direct_linear.GradientCall`."""
         return None if self.recomputation is None else self.recomputation()
 
     @property
@@ -145,13 +144,11 @@ class BlockCall:
                     self._gradients_of(number, keeps_products=True)
 
     def take(self, location: Location, gradient: DeferredGradient) -> bool:
-        """See :class:`bmt_zero.direct_linear.GradientCall`."""
         if not self.writes_directly or self.is_computing:
             return False
         return self._gradients_of(location.group).take(location.position, gradient)
 
     def reserve_gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """See :class:`bmt_core.modules.layer_gradients.GradientBuffers`."""
         if not self.writes_directly or self.is_computing:
             return None
         if not self._leaf_at:

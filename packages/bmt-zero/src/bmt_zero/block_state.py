@@ -62,7 +62,6 @@ class BlockState:
 
     @property
     def is_sharded(self) -> bool:
-        """See :class:`bmt_zero.prefetch.Prefetched`."""
         return any(not group.is_replicated for group in self.groups)
 
     def set_level(self, level: int) -> None:
@@ -122,13 +121,11 @@ class BlockState:
             group.release()
 
     def bytes_to_gather(self, *, is_backward: bool) -> int:
-        """See :class:`bmt_zero.prefetch.Prefetched`."""
         if is_backward and self.level < 3:
             return 0
         return sum([group.bytes_to_gather(group in self._ahead) for group in self.groups])
 
     def gather_ahead(self, *, is_backward: bool) -> bool:
-        """See :class:`bmt_zero.prefetch.Prefetched`. Collective."""
         if not self.groups or True in [group.data.is_memory_replaced for group in self.groups]:
             return False
         if is_backward and self.level < 3:
@@ -143,13 +140,11 @@ class BlockState:
         return True
 
     def release_ahead(self) -> None:
-        """See :class:`bmt_zero.prefetch.Prefetched`."""
         ahead, self._ahead = self._ahead, []
         for group in ahead:
             group.release()
 
     def forget_gathered(self) -> None:
-        """See :class:`bmt_zero.prefetch.Prefetched`."""
         self.awaited_calls.clear()
         self.keep_gathered([], until_next=False)
         for group in self.groups:

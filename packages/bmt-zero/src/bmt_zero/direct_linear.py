@@ -80,11 +80,9 @@ class DirectLinear:
         self.bias = bias
 
     def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Writer | None:
-        """See :class:`bmt_core.modules.layer_gradients.LayerGradients`."""
         return _Writer(self, self._running.call) if _is_plain(input, weight, bias) else None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """See ``torch.nn.functional.linear``."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if torch.compiler.is_compiling() or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
@@ -220,7 +218,6 @@ class WeightGradient(DeferredGradient):
     """The product of the transposed gradient of the output (out, n) and the input (n, in)."""
 
     def made(self) -> torch.Tensor:
-        """See :class:`DeferredGradient`."""
         return torch.mm(*self.factors)
 
     def into(self, destination: torch.Tensor) -> None:
@@ -244,7 +241,6 @@ class WeightGradient(DeferredGradient):
             destination += torch.mm(grad, input)
 
     def joined(self, others: Iterable[WeightGradient]) -> WeightGradient:
-        """See :class:`DeferredGradient`."""
         grads, inputs = zip(*[gradient.factors for gradient in (self, *others)], strict=True)
         return WeightGradient(torch.cat([grad.t() for grad in grads]).t(), torch.cat(inputs))
 
@@ -253,7 +249,6 @@ class BiasGradient(DeferredGradient):
     """The sum of the rows of the gradient of the output (n, out), or of several such gradients."""
 
     def made(self) -> torch.Tensor:
-        """See :class:`DeferredGradient`."""
         first, *others = self.factors
         if not others:
             return first.sum(0)
@@ -263,7 +258,6 @@ class BiasGradient(DeferredGradient):
         return total.to(first.dtype)
 
     def into(self, destination: torch.Tensor) -> None:
-        """See :class:`DeferredGradient`."""
         if len(self.factors) == 1:
             torch.sum(self.factors[0], 0, out=destination)
         elif destination.dtype == summation_dtype(destination.dtype):
@@ -272,12 +266,10 @@ class BiasGradient(DeferredGradient):
             destination.copy_(self.made())
 
     def added_to(self, destination: torch.Tensor) -> None:
-        """See :class:`DeferredGradient`."""
         for grad in self.factors:
             destination += grad.sum(0, dtype=destination.dtype)
 
     def joined(self, others: Iterable[BiasGradient]) -> BiasGradient:
-        """See :class:`DeferredGradient`."""
         return BiasGradient(*self.factors, *(factor for other in others for factor in other.factors))
 
 

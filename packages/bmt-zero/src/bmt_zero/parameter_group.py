@@ -48,27 +48,21 @@ class ParameterGroup:
             parameter.owner_reference = reference
 
     def note_update(self, done: Mark | None = None, reads: object = None) -> None:
-        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self.data.note_update(done, reads)
 
     def wait_for_updates(self) -> None:
-        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self.data.updates.wait()
 
     def note_replaced_memory(self) -> None:
-        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self.data.is_memory_replaced = True
 
     def reduce_held_back(self) -> None:
-        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self.ledger.reduce_held_back()
 
     def watch_reductions(self, watcher: ReductionWatcher | None) -> None:
-        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         self.ledger.watcher = watcher
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         return None
 
     def bytes_to_gather(self, own_holds: int) -> int:
@@ -186,7 +180,6 @@ class DataVersion:
         self._seen = self._noted = flat.versions
 
     def note_update(self, done: Mark | None, reads: object) -> None:
-        """See :meth:`bmt_core.params.owner.ParameterOwner.note_update`."""
         versions = self._flat.versions
         if not self._is_update_noted or versions != self._noted:
             self._is_update_noted, self._noted = True, versions

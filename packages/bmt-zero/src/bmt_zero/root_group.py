@@ -47,7 +47,6 @@ class RootGroup(ParameterGroup):
         self.call: RootCall | None = None
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """See :class:`bmt_core.params.owner.ParameterOwner`."""
         if self.call is None or self.data.is_memory_replaced or not has_values(parameter):
             return None
         return self.call.read(parameter)

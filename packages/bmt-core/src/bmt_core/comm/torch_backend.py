@@ -97,7 +97,6 @@ class TorchGroup(Group):
         return self._started(("all_gather",), _all_gather_single, _bytes(output), _bytes(input))
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Group.reduce_scatter`."""
         name = "reduce_scatter", op, input.dtype
         if output.dtype == input.dtype:
             if input.is_cuda:
@@ -113,22 +112,18 @@ class TorchGroup(Group):
         return ReduceScatterByAllToAll(work, parts, output, self.size if op == "avg" else 1)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Group.all_reduce`."""
         return self._started(("all_reduce", op, tensor.dtype), dist.all_reduce, tensor, op=_REDUCE_OPS[op])
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        """See :meth:`Group.broadcast`."""
         source = self.ranks[root]
         return self._started(("broadcast from rank", source), dist.broadcast, _bytes(tensor), src=source)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        """See :meth:`Group.send`."""
         with _own_call():
             work: Any = dist.isend(_bytes(tensor), self.ranks[dst], group=self.process_group)
         return self._guarded(work, f"a send to rank {self.ranks[dst]}")
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        """See :meth:`Group.recv`."""
         with _own_call():
             work: Any = dist.irecv(_bytes(tensor), self.ranks[src], group=self.process_group)
         return self._guarded(work, f"a receive from rank {self.ranks[src]}")

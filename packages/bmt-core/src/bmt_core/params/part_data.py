@@ -42,12 +42,10 @@ class PartData(NoRandomFills, NoPartIndices, torch.Tensor):
 
     @property
     def is_part(self) -> bool:
-        """See :class:`NoRandomFills`."""
         return self._parameter.is_part
 
     @property
     def is_indexable(self) -> bool:
-        """See :class:`NoPartIndices`."""
         return self._parameter.is_indexable
 
     @property

@@ -29,35 +29,27 @@ class NoRandomFills:
         raise NotImplementedError
 
     def bernoulli_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.bernoulli_``."""
         return self._fill("bernoulli_", args, kwargs)
 
     def cauchy_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.cauchy_``."""
         return self._fill("cauchy_", args, kwargs)
 
     def exponential_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.exponential_``."""
         return self._fill("exponential_", args, kwargs)
 
     def geometric_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.geometric_``."""
         return self._fill("geometric_", args, kwargs)
 
     def log_normal_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.log_normal_``."""
         return self._fill("log_normal_", args, kwargs)
 
     def normal_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.normal_``."""
         return self._fill("normal_", args, kwargs)
 
     def random_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.random_``."""
         return self._fill("random_", args, kwargs)
 
     def uniform_(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``torch.Tensor.uniform_``."""
         return self._fill("uniform_", args, kwargs)
 
     def _fill(self, name: str, args: Any, kwargs: Any) -> Any:

@@ -73,12 +73,10 @@ class CudaLane(Lane):
         self._device = device.index
 
     def here(self) -> Mark:
-        """See :meth:`Lane.here`."""
         mark: Mark = torch.cuda.current_stream(self._device).record_event()
         return mark
 
     def after(self, mark: Mark) -> None:
-        """See :meth:`Lane.after`."""
         if isinstance(mark, torch.cuda.Event):
             self.stream.wait_event(mark)
         else:  # a mark of another class, whose wait() makes the current stream wait
@@ -86,11 +84,9 @@ class CudaLane(Lane):
                 mark.wait()
 
     def memory(self) -> AbstractContextManager[object]:
-        """See :meth:`Lane.memory`."""
         return _On(self.stream, self._device)
 
     def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> Mark:
-        """See :meth:`Lane.run`."""
         before = torch.cuda.current_stream(self._device)
         torch.cuda.set_stream(self.stream)
         try:

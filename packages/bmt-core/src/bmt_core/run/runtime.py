@@ -92,7 +92,6 @@ class Runtime:
         self.scaled_losses = 0
         """How many losses ``OptimManager`` objects have scaled in this run. Counted by them."""
         self.make_block: MakeBlock | None = None
-        """See :class:`bmt_core.plugins.protocols.Run`."""
         self.at_shutdown: list[Callable[[], None]] = []
         """Called by :func:`shutdown`, for example to remove hooks from torch."""
         self._states: dict[object, Any] = {}

@@ -65,7 +65,6 @@ class NcclGroup(Group):
         return _STARTED
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Group.reduce_scatter`."""
         if _is_on_host(output, input):
             return self.host.reduce_scatter(output, input, op)
         check_tensor("reduce_scatter: output", output, self._device)
@@ -84,7 +83,6 @@ class NcclGroup(Group):
         return _STARTED
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """See :meth:`Group.all_reduce`."""
         if _is_on_host(tensor):
             return self.host.all_reduce(tensor, op)
         check_tensor("all_reduce: tensor", tensor, self._device)
@@ -95,7 +93,6 @@ class NcclGroup(Group):
         return _STARTED
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> Work:
-        """See :meth:`Group.broadcast`."""
         if _is_on_host(tensor):
             return self.host.broadcast(tensor, root)
         check_tensor("broadcast: tensor", tensor, self._device)
@@ -106,11 +103,9 @@ class NcclGroup(Group):
         return _STARTED
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
-        """See :meth:`Group.send`."""
         return self.host.send(tensor, dst) if _is_on_host(tensor) else self.exchange([(tensor, dst)], [])
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
-        """See :meth:`Group.recv`."""
         return self.host.recv(tensor, src) if _is_on_host(tensor) else self.exchange([], [(tensor, src)])
 
     def exchange(self, sends: _Parts, recvs: _Parts) -> Work:

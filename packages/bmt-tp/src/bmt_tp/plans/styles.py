@@ -113,7 +113,6 @@ class Column:
     gather: Layout | None = None
 
     def localities(self, planned: PlannedModule) -> Localities:
-        """See :class:`Style`."""
         dim = planned.output_dim("Column")
         module: Any = planned.module
         features = module.weight.shape[dim]
@@ -130,7 +129,6 @@ class Column:
         )
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """See :class:`Style`."""
         if is_conv1d(module):
             return ColumnSplit
         # Without communication, nn.Linear's own forward is right for a slice, and Blocks have a fast path for it.
@@ -148,14 +146,12 @@ class Row:
     input: Layout
 
     def localities(self, planned: PlannedModule) -> Localities:
-        """See :class:`Style`."""
         dim = 1 - planned.output_dim("Row")
         module: Any = planned.module
         planned.check_divisible(module.weight.shape[dim], "the number of input features")
         return _places(module, Locality(AXIS, split_dim=dim), OWN_ROWS)
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """See :class:`Style`."""
         return RowSplit if is_conv1d(module) else LinearRowSplit
 
 
@@ -167,7 +163,6 @@ class VocabularyEmbedding:
     """
 
     def localities(self, planned: PlannedModule) -> Localities:
-        """See :class:`Style`."""
         module = planned.module
         if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
             raise planned.misfit_of_kind("VocabularyEmbedding", "nn.Embedding")
@@ -179,7 +174,6 @@ class VocabularyEmbedding:
         return {"weight": Locality(AXIS, split_dim=0)}
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """See :class:`Style`."""
         return VocabularySplit
 
 
@@ -194,14 +188,12 @@ class Head:
     gather_output: bool = True
 
     def localities(self, planned: PlannedModule) -> Localities:
-        """See :class:`Style`."""
         dim = planned.output_dim("Head")
         module: Any = planned.module
         planned.check_divisible(module.weight.shape[dim], "the size of the vocabulary", _PAD)
         return _places(module, Locality(AXIS, split_dim=dim), Locality(AXIS, split_dim=0))
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """See :class:`Style`."""
         return HeadSplit
 
 
@@ -213,12 +205,10 @@ class Whole:
     """
 
     def localities(self, planned: PlannedModule) -> Localities:
-        """See :class:`Style`."""
         locality = Locality(AXIS, gradients="whole")
         return {name: locality for name, _ in planned.module.named_parameters(remove_duplicate=False)}
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """See :class:`Style`."""
         return DistributedModule
 
 
@@ -230,11 +220,9 @@ class PerPosition:
     """
 
     def localities(self, planned: PlannedModule) -> Localities:
-        """See :class:`Style`."""
         return {name: OWN_ROWS for name, _ in planned.module.named_parameters(remove_duplicate=False)}
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
-        """See :class:`Style`."""
         return DistributedModule
 
 
