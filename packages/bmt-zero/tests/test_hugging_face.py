@@ -100,21 +100,24 @@ def test_frozen_parts_stay_and_the_others_train(use_checkpoint: bool, first_leve
         torch.testing.assert_close(result["state"], expected["state"], rtol=1e-4, atol=1e-6)
 
 
-def memory(name: str) -> tuple[float, float]:
+def memory(name: str) -> tuple[float, float, float]:
+    """In sizes of a Block: the most beside what is kept, the whole model, and what ranks send each other when they compare it."""
     with without_sums_of_first_values(), MemoryMeter() as meter:
         model = wrapped(name, (3,), True, True)
     own = kept_bytes(model)
     assert meter.current >= own  # the meter sees what it should
     blocks = [module._bmt_block for module in model.modules() if isinstance(module, Block)]
     block = max(sum(group.flat.full_bytes for group in engine.state.groups) for engine in blocks)
-    return (meter.peak - own) / block, whole_bytes(model) / block
+    sent = 512 * (1 + runtime.world_size())
+    return (meter.peak - own) / block, whole_bytes(model) / block, sent / block
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_block_is_whole_at_a_time(name: str) -> None:
-    for blocks, model in run_ranks(memory, 4, name):
+    for blocks, model, sent in run_ranks(memory, 4, name):
         assert model > 1.8
-        assert 0.75 < blocks < 1.02
+        # Gloo's thread may let go of an exchange a moment after its end.
+        assert 0.75 < blocks < 1.02 + sent
 
 
 def from_checkpoint(name: str, path: str) -> Any:
