@@ -123,7 +123,7 @@ def large_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
     asked = Block(Scaled(dtype), False, 3)
     found.append(
         asked._bmt_block.state.groups[0]
-        .group.parameters[0]
+        .parameters[0]
         .gather_like(
             torch.autograd.grad(asked(torch.full((6,), 30000.0, dtype=dtype)).float().sum(), list(asked.parameters()))[
                 0
