@@ -67,7 +67,7 @@ def environment(stage: Path) -> dict[str, str]:
     ]
     site = sysconfig.get_path("purelib")
     sites = [path for path in sys.path if path == site or "site-packages" in path]
-    paths = [stage, *(ROOT / "packages" / name / "src" for name in ("bmt-core", "bmt-testing")), *sites]
+    paths = [stage, *(ROOT / "packages" / name / "src" for name in ("bmt-core", "bmt-testing", "bmtrain")), *sites]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, paths))),
