@@ -14,8 +14,9 @@ from torch import nn
 from bmt_core.errors import BmtError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.postponed_gradients import PostponedGradients, postpone_weight_gradients
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks, run_ranks
 from bmt_zero import Block
+from bmt_zero.direct_linear import WeightGradient
 from bmt_zero.gradient_ledger import TRANSITIONS, GradientLedger, GradientState
 
 S = GradientState
@@ -146,3 +147,67 @@ def walk(level: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("world_size", "level", "dtype"), [(1, 3, torch.bfloat16), (2, 1, torch.float32)])
 def test_every_sequence_of_events_leads_where_the_table_says(world_size: int, level: int, dtype: torch.dtype) -> None:
     run_ranks(walk, world_size, level, dtype)
+
+
+def gradient_of(training: Training) -> torch.Tensor:
+    (parameter,) = training.block.parameters()
+    grad: torch.Tensor = parameter.grad
+    return grad
+
+
+@on_ranks(1)
+def test_after_a_product_that_failed_nothing_of_the_step_is_left() -> None:
+    training = Training(3, torch.bfloat16)
+    for _ in range(2):
+        postpone(training)
+    hold_back(training)
+    first, second = training.postponed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGradient, "added_to", lambda *args: fail_as_without_memory())
+        with pytest.raises(Failure):
+            first.compute()
+    assert training.ledger.state == S.EMPTY
+    with pytest.raises(BmtError, match="which drops them"):
+        second.compute()
+    training.run(BlockUse(last_backward=False))
+    assert S.HELD_BACK in training.ledger.state
+
+
+def fail_as_without_memory() -> None:
+    raise Failure
+
+
+@on_ranks(1)
+def test_a_gradient_that_came_after_a_dropped_pass_stays() -> None:
+    training = Training(3, torch.float32)
+    (parameter,) = training.block.parameters()
+    postpone(training)
+    training.postponed.pop().drop()
+    training.block.zero_grad()
+    (10 * parameter.sum()).backward()
+    training.run(BlockUse())
+    torch.testing.assert_close(gradient_of(training), torch.full_like(parameter, 10.0 + 4.0))
+
+
+@on_ranks(1)
+def test_a_penalty_in_a_pass_that_holds_back_is_added_to_what_is_reduced() -> None:
+    training = Training(3, torch.float32)
+    (parameter,) = training.block.parameters()
+    hold_back(training)
+    training.block.set_use(BlockUse(last_backward=False))
+    (training.block(training.input * 2).sum() + 10 * parameter.sum()).backward()
+    training.run(BlockUse())
+    torch.testing.assert_close(gradient_of(training), torch.full_like(parameter, 10.0 + 4.0 * 3))
+
+
+@on_ranks(1)
+def test_one_optimizer_after_the_other_may_set_its_gradients_to_zero() -> None:
+    torch.manual_seed(0)
+    block: Any = Block(nn.Linear(3, 3), False, 3)
+    block.set_use(BlockUse(last_backward=False))
+    block(torch.ones(2, 3)).sum().backward()
+    (group,) = block._bmt_block.state.groups
+    for parameter in block.parameters():
+        torch.optim.SGD([parameter], lr=0.1).zero_grad(set_to_none=False)
+        group.ledger.notice_cleared()
+    assert group.ledger.state == S.EMPTY

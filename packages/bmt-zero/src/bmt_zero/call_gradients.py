@@ -137,8 +137,7 @@ class CallGradients:
                     self._grads[index] = made if grad is None else grad + made
             full = flat.complete(self._grads, self._needed)
         except BaseException:
-            if flat.adds:
-                self._ledger.drop_held_back()
+            self._ledger.drop()
             raise
         self._products, self._joined, self._grads = [], [], []
         if self._reduces:

@@ -42,7 +42,7 @@ from bmt_core.params.shard import summation_dtype
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
-from bmt_core.torch_internals import backward_pass, named_in_trace
+from bmt_core.torch_internals import backward_pass, memory_states, named_in_trace
 from bmt_zero.direct_linear import DeferredGradient
 from bmt_zero.flat_parameters import FlatParameters
 
@@ -113,8 +113,9 @@ class GradientLedger:
         self._divisor = current().gradient_divisor
         self._held_back: torch.Tensor | None = None
         self._tickets: set[object] = set()
-        self._needed: Sequence[bool] = []  # which gradients the last pass has held back or postponed
-        self._placeholders: list[torch.nn.Parameter] = []  # their .grad is a zero that stands for those gradients
+        self._needed: Sequence[bool] = []  # which gradients are held back or postponed
+        # Parameters whose .grad was set to a zero that stands for those gradients, with its memory and what it was like.
+        self._placeholders: list[tuple[torch.nn.Parameter, torch.UntypedStorage, object]] = []
         # What the pass under way has left: tickets, and this object for held-back gradients. Watched from its end.
         self._unwatched: set[object] = set()
 
@@ -210,11 +211,11 @@ class GradientLedger:
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
         self._leave(needed)
-        self._unwatched.add(self)
         if self._held_back is None:
             self._held_back = full.to(summation_dtype(self._flat.dtype))
         elif full is not self._held_back:  # else layers have added to the sum itself
             self._held_back += full
+        self._unwatched.add(self)
 
     def postpone(self, needed: Sequence[bool]) -> object:
         """Note that a call postpones gradients. Return a ticket for :meth:`resume` or :meth:`cancel`."""
@@ -232,16 +233,18 @@ class GradientLedger:
                 f"Weight gradients of {self._name} were postponed, and compute() came after .grad was cleared or changed, or after"
                 " a backward pass that failed, which drops them. Call compute() before zero_grad() and before .grad is changed."
             )
-        self.cancel(ticket)
+        self._forget(ticket)
 
     def cancel(self, ticket: object) -> None:
-        """Forget the ``ticket``: the pass that postponed gradients has failed."""
-        self._tickets.discard(ticket)
-        self._unwatched.discard(ticket)
+        """Note that the pass that postponed gradients has failed."""
+        self._forget(ticket)
 
-    def drop_held_back(self) -> None:
-        """Drop the sum: an addition to it has failed half-way."""
+    def drop(self) -> None:
+        """Drop what is held back or postponed: a gradient could not be computed, perhaps after a part of it was added."""
         self._held_back = None
+        self._tickets.clear()
+        self._placeholders = []
+        self._unwatched.clear()
 
     def end_pass(self) -> None:
         """Set ``.grad`` to what was reduced, and watch it from now on, because a cleared ``.grad`` drops what was left."""
@@ -253,12 +256,13 @@ class GradientLedger:
         witness = self.sum.witness
         self.sum.forget_if_cleared()
         if self._held_back is None and not self._tickets:
+            self._unwatched.clear()
             return
         if self._unwatched:
             if backward_pass() == -1 and not is_in_scheduled_step():
-                self._drop_all()
+                self.drop()
         elif witness is None or (self._tickets and not witness.unchanged()) or witness.changed_all():
-            self._drop_all()
+            self.drop()
         elif not witness.unchanged():
             self._drop_some(witness)
 
@@ -297,15 +301,13 @@ class GradientLedger:
         if missing:
             zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._flat.shard)), strict=True))
             for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself
-                parameter.grad = zeros[parameter].data
-            self._placeholders += missing
-        self.sum.watch()
+                zero = parameter.grad = zeros[parameter].data
+                self._placeholders.append((parameter, zero.untyped_storage(), memory_states([zero])))
+        self.sum.watch([parameter.grad for parameter in parameters])
 
-    def _drop_all(self) -> None:
-        self._held_back = None
-        self._tickets.clear()
-        self._placeholders = []
-        self._unwatched.clear()
+    def _forget(self, ticket: object) -> None:
+        self._tickets.discard(ticket)
+        self._unwatched.discard(ticket)
 
     def _drop_some(self, witness: GradientWitness) -> None:
         """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of several optimizers."""
@@ -315,14 +317,15 @@ class GradientLedger:
             views = self._flat.views_of(self._held_back)
             torch._foreach_zero_([view for view, is_cleared in zip(views, cleared, strict=True) if is_cleared])
         self._needed = [need and not is_cleared for need, is_cleared in zip(self._needed, cleared, strict=True)]
-        self._placeholders = [p for p in self._placeholders if not witness.changed(p)]
-        self.sum.watch()
+        self._placeholders = [entry for entry in self._placeholders if not witness.changed(entry[0])]
+        self.sum.watch([None if is_cleared else p.grad for p, is_cleared in zip(parameters, cleared, strict=True)])
 
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         held, self._held_back = self._held_back, None
         self._unwatched = set(self._tickets)
-        for parameter in self._placeholders:
-            parameter.grad = None  # a placeholder, not a gradient to add to
+        for parameter, _, state in self._placeholders:
+            if memory_states([parameter.grad]) == state:  # still the zero, to which nobody has added
+                parameter.grad = None
         self._placeholders = []
         if held is None or held is full:
             return full

@@ -70,7 +70,7 @@ class GradientSum:
         self._flat: torch.Tensor | None = None  # the .grad are views of this
         self._total: torch.Tensor | None = None  # the float32 sum; _flat is this sum rounded
         self._given: list[bool] = []  # which .grad are views of _flat
-        self.witness: GradientWitness | None = None  # of .grad when the last pass ended
+        self.witness: GradientWitness | None = None  # of each .grad that it has seen last
         self._taken: list[bool] | None = None  # which gradients the pass under way has taken
         self._marks: list[Mark] = []  # after which the lane has added what was taken, in order
 
@@ -154,11 +154,15 @@ class GradientSum:
         self.witness = GradientWitness(self._parameters, views)
         return views
 
-    def watch(self) -> None:
-        """Let :attr:`witness` remember each ``.grad`` as it is now."""
+    def watch(self, left: Sequence[torch.Tensor | None]) -> None:
+        """Let :attr:`witness` remember ``left``, each parameter's ``.grad`` as it is now, or None to leave it out."""
+        if (
+            self._taken is not None
+        ):  # a pass has failed: the lane still writes, and :meth:`forget_if_cleared` will follow
+            return
         if self.witness is not None and not self.witness.unchanged():
             self._flat = self._total = None  # the gradients are no longer this sum
-        self.witness = GradientWitness(self._parameters, [parameter.grad for parameter in self._parameters])
+        self.witness = GradientWitness(self._parameters, left)
 
     def seen_by_hooks(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
         """Return the gradients for autograd, which passes them through the user's hooks to ``.grad``. Used instead of :meth:`take`.
