@@ -85,7 +85,8 @@ def expected_gradients(blocks: int) -> Any:
     return run_ranks(plain, 2, blocks)[0]
 
 
-@pytest.mark.parametrize(("level", "use_checkpoint"), [(0, True), (1, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_blocks_gather_and_reduce_as_the_schedule_says(schedule: str, level: int, use_checkpoint: bool) -> None:
     # Postponing the weight gradients changes no number.

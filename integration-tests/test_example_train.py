@@ -144,7 +144,7 @@ def test_a_run_that_stopped_goes_on_in_its_directory(tmp_path: Path) -> None:
         small_run(tmp_path, "--steps", 6, *line[2:])
 
 
-@pytest.mark.parametrize("grid", ["--tp 2", "--pipe 2"])
+@pytest.mark.parametrize("grid", ["--tp 1", "--tp 2", "--pipe 2"])
 def test_a_run_goes_on_on_one_rank(tmp_path: Path, grid: str) -> None:
     line = ["--steps", 8, "--checkpoint-every", 4]
     whole = small_run(tmp_path / "whole", *line, *grid.split())

@@ -89,7 +89,7 @@ def compute(training: Training) -> None:
     if S.POSTPONED in training.expected:
         for gradients in postponed:
             gradients.compute()
-        training.happens("resume the last call", "hold_back")
+        training.happens("resume the last ticket", "hold_back")
     elif postponed:
         with pytest.raises(BmtError, match="which drops them"):
             postponed[0].compute()

@@ -106,7 +106,13 @@ def _part(parameter: torch.nn.Parameter, shard: Shard) -> torch.Tensor:
 
 
 class RankMajorParameters(FlatParameters):
-    """``parameters`` of one dtype, sharded over the same ranks (at least two)."""
+    """``parameters`` of one dtype that are sharded separately, over the same ranks (at least two).
+
+    An optimizer may hold the parts before the group is made, so each rank keeps the elements it had, and only their memory
+    moves. A gathered tensor has one row per rank: its parts, back to back. Whole parameters are copied out of the rows, and
+    whole gradients into them, once per step, which suits few large tensors, such as embeddings and a head. A row ends with
+    one flag for each parameter: whether the rank has a gradient of it.
+    """
 
     def __init__(self, parameters: Sequence[DistributedParameter]) -> None:
         super().__init__(

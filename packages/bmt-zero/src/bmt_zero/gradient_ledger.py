@@ -7,7 +7,7 @@ part of it becomes ``.grad``. On the way they are in these states, of which seve
 state      what the ledger has                                 ``.grad``
 =========  ==================================================  ==================================================
 EMPTY      nothing                                             None, or what somebody else has set
-HELD_BACK  the sum of this rank's whole gradients, in float32  zeros where it would be None, for zero_grad to clear
+HELD_BACK  the sum of this rank's whole gradients, in float32  zeros where it would be None, from the pass's end on
 POSTPONED  a ticket per call that has kept its products        the same
 REDUCING   reductions in the lane, begun in this pass          None: it is set when the pass ends
 READY      the reduced sum                                     views of this sum
@@ -69,7 +69,7 @@ TRANSITIONS: Mapping[str, Transition] = MappingProxyType(
     {
         "hold_back": Transition(_S.EMPTY, _S.HELD_BACK),
         "postpone": Transition(_S.EMPTY, _S.POSTPONED),
-        "resume the last call": Transition(_S.POSTPONED, _S.EMPTY),  # then its gradients are held back or reduced
+        "resume the last ticket": Transition(_S.POSTPONED, _S.EMPTY),  # then its gradients are held back or reduced
         "reduce": Transition(_S.HELD_BACK | _S.READY, _S.REDUCING),
         "end_pass after reduce": Transition(_S.REDUCING, _S.READY),
         "clear all .grad": Transition(_S.HELD_BACK | _S.POSTPONED | _S.READY, _S.EMPTY),
@@ -158,7 +158,7 @@ class GradientLedger:
         return self._flat.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
     def flat_for_products(self, *, reduces: bool, of_several: bool) -> FlatGradients:
-        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the sum if layers can add to it.
+        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the held-back sum, if there is one.
 
         ``of_several``: the gradients are those of several backward passes. Other ranks may have held some of these back,
         and then reduce a float32 sum, so this rank must reduce float32 too. A single rank needs none for half types.
@@ -364,7 +364,7 @@ class GradientLedger:
 
 
 class FlatGradients:
-    """The whole gradients of ``parameters`` in a flat tensor of ``dtype``, laid out like the whole parameters.
+    """The whole gradients of ``parameters`` in a flat tensor of ``dtype``, laid out like them; uninitialised until complete.
 
     Linear layers write their gradients into it directly (:mod:`bmt_zero.direct_linear`); :meth:`complete` copies
     all others into it at once. With ``total``, a flat tensor that already holds a sum, all gradients are added to it.
@@ -379,11 +379,11 @@ class FlatGradients:
         total: torch.Tensor | None = None,
         takes_wide: bool = False,
     ) -> None:
-        self.adds = total is not None
+        self._adds = total is not None
         self._takes = takes_wide or dtype == parameters.dtype
         self._flat = torch.empty(parameters.total, dtype=dtype, device=parameters.device) if total is None else total
         self._views, self._gaps = parameters.views_and_gaps_of(self._flat)
-        self._is_written = [self.adds] * len(self._views)
+        self._is_written = [self._adds] * len(self._views)
         self._reserved: set[int] = set()
 
     def write(self, index: int, gradient: DeferredGradient) -> bool:
@@ -421,7 +421,7 @@ class FlatGradients:
             torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
         if added:
             torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
-        if empty and not self.adds:
+        if empty and not self._adds:
             torch._foreach_zero_(empty)
         return self._flat
 

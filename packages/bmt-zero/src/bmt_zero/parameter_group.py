@@ -211,7 +211,11 @@ class _Update:
 
 
 class PendingUpdates:
-    """The mark of each update's end, and the objects that the update reads until then. ``lane`` gathers the updated shard."""
+    """Optimizer updates of a shard that nobody has waited for yet: the mark of each one's end, and the objects that it reads.
+
+    Parts of one shard may belong to several optimizers, each with a stream of its own, so the update noted last need not
+    finish last. ``lane`` gathers the updated shard.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
