@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 import torch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("peft")
 
 import torch

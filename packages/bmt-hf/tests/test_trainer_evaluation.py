@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 from trainer_runs import accelerate_forgets, bmt_trainer, plain_trainer, rows, without_times
 

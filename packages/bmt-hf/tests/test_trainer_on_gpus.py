@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 import torch
 from test_trainer_resuming import DROPOUT, OPTIONS, assert_went_on, trained_and_resumed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 import torch
 from trainer_runs import accelerate_forgets, assert_same_training, bmt_trainer, model_of, trained, trained_plainly

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 import torch
 from trainer_runs import assert_same_training, model_of, trained_by_bmt, trained_plainly

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")
 
 import torch
 import transformers
