@@ -230,6 +230,9 @@ class OrderLane(lanes.Lane):
         with self._order.on(self.stream):
             mark.wait()
 
+    def follow(self) -> None:
+        self.after(self.here())
+
     def memory(self) -> AbstractContextManager[object]:
         return self._order.on(self.stream)
 

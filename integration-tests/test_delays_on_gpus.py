@@ -69,7 +69,7 @@ def is_reduced_right(*, keeps: bool) -> bool:
     received = torch.empty(1 << 15, device="cuda")
     given = [torch.ones(1 << 16, device="cuda")]
     kept = given[0] if keeps else None
-    lane.after(lane.here())
+    lane.follow()
     with torch.cuda.stream(lane.stream):
         torch.cuda._sleep(200_000_000)
     mark = lane.run(lambda: group.reduce_scatter(received, given.pop()))

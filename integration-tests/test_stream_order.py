@@ -74,7 +74,7 @@ def test_a_block_that_is_dropped_gives_its_parameters_back_after_they_were_read(
 
 
 def reduced(lane: Lane, sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
-    lane.after(lane.here())
+    lane.follow()
     group = lane.group(current().world)
     return lane.run(lambda: group.reduce_scatter(received, sent)).wait
 

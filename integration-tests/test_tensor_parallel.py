@@ -22,7 +22,7 @@ from bmt_optim import AdamOptimizer, OptimManager
 from bmt_testing import run_ranks
 from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
-from bmt_zero.gradient_ledger import FlatGradients
+from bmt_zero.call_gradients import FlatGradients
 
 CASES = [
     ("tp 1", 3),

@@ -48,6 +48,9 @@ class VirtualLane(lanes.Lane):
         assert isinstance(mark, Mark)
         self.free_at = max(self.free_at, mark.time)
 
+    def follow(self) -> None:
+        self.after(self.here())
+
     def run(self, start: Callable[[], Work], then: Callable[[], None] | None = None) -> lanes.Mark:
         start().wait()
         if then is not None:

@@ -42,12 +42,17 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     [1, 2]
     """
     found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(collect, value)
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            pending += reversed(item)
+        elif isinstance(item, dict):
+            pending += reversed([*item.values()])
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            pending += reversed([getattr(item, field.name) for field in dataclasses.fields(item)])
     return found
 
 

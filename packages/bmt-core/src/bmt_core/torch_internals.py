@@ -121,7 +121,10 @@ def memory_states(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int
 
 def has_gradient_hooks(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether somebody registered a hook on the gradient of any of ``tensors``."""
-    return True in [bool(t._backward_hooks or t._post_accumulate_grad_hooks) for t in tensors]
+    for tensor in tensors:  # noqa: SIM110  # any() would make a call for each
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 def never_compiled(function: CallableT) -> CallableT:

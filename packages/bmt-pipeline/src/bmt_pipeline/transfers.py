@@ -89,7 +89,7 @@ class Transfers:
             return
         self._sent = [sent for sent in self._sent if not _has_arrived(sent[0])]
         lane, group = self._lane((self._stage, destination))
-        lane.after(lane.here())
+        lane.follow()
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
             mark = lane.run(lambda tensor=tensor: group.exchange([(tensor, destination)], []))  # type: ignore[misc]
@@ -106,7 +106,7 @@ class Transfers:
         # The allocator may give memory that the computation's queued work still uses, so the lane
         # starts after that work.
         tensors = [torch.empty(t.shape, dtype=t.dtype, device=self._device) for t in like]
-        lane.after(lane.here())
+        lane.follow()
         marks = [lane.run(lambda t=t: group.exchange([], [(t, source)])) for t in tensors]  # type: ignore[misc]
         return Arriving(tensors, marks, source)
 
@@ -134,7 +134,7 @@ class Transfers:
             something = torch.zeros(1, device=self._device)
             sends = [(something, destination)] if self._stage == source else []
             receives = [(something, source)] if self._stage == destination else []
-            lane.after(lane.here())
+            lane.follow()
             lane.run(lambda: group.exchange(sends, receives)).wait()
 
     def _lane(self, edge: tuple[int, int]) -> tuple[Lane, Any]:

@@ -190,7 +190,7 @@ def reduced_product(
     for part in _parts(len(input), chunks, _min_rows(input)):
         summed = part_of(output, part)
         _product(part_of(input, part), factor, None, summed)
-        ranks.lane.after(ranks.lane.here())
+        ranks.lane.follow()
         under_way.add(ranks.lane.run(functools.partial(ranks.in_lane.all_reduce, summed)), output)
 
     def wait() -> torch.Tensor:

@@ -99,7 +99,7 @@ class LaneTransfer(RowTransfer):
 
     def start(self, rows: torch.Tensor, piece: Piece) -> None:
         lane, incoming = self._ranks.lane, part_of(self.of_ranks[piece.source], piece.part)
-        lane.after(lane.here())
+        lane.follow()
         start = functools.partial(self._ranks.in_lane.exchange, [(rows, piece.to)], [(incoming, piece.source)])
         self._under_way.add(lane.run(start), rows, self.all_rows)
 

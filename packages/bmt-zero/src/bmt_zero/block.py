@@ -62,6 +62,7 @@ class Block(nn.Module):
     Making a block is collective if a parameter was sharded before. Calling it is collective, and so is its backward.
     """
 
+    _bmt_block: BlockEngine
     _bmt_shards_as_one = True  # initialisation gathers the whole block at once: see bmt_core.init.whole_on_read
 
     def __new__(cls, inner_module: nn.Module, *args: Any, **kwargs: Any) -> Block:
@@ -186,11 +187,6 @@ class Block(nn.Module):
     @property
     def _mode(self) -> BlockMode:
         return mode_of_axes(self._bmt_block.state.local_axes)
-
-    @property
-    def _bmt_block(self) -> BlockEngine:
-        engine: BlockEngine = self.__dict__["_bmt_block"]
-        return engine
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return whole tensors by the inner module's names. Collective."""

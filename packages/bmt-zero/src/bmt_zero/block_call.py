@@ -15,7 +15,7 @@ from bmt_core.errors import RemoteError
 from bmt_core.modules.block_use import BlockUse
 from bmt_core.modules.layer_gradients import running_backward
 from bmt_core.modules.postponed_gradients import postponing
-from bmt_core.torch_internals import accumulates, backward_pass, when_backward_ends
+from bmt_core.torch_internals import accumulates, backward_pass, has_gradient_hooks, when_backward_ends
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
 from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, Location
@@ -71,13 +71,9 @@ class BlockCall:
         return self.state.running.call is self
 
     @property
-    def layer_recomputation(self) -> LayerRecomputation | None:
-        return None if self.recomputation is None else self.recomputation()
-
-    @property
     def writes(self) -> list[int]:
-        """The number of writes of user code to the whole parameters, by group."""
-        return [group.buffer.writes for group in self.groups]
+        """How often user code wrote to the whole parameters of each group, by torch's version counter; 0 if they are replicated."""
+        return [0 if group.is_replicated else group.buffer.tensor._version for group in self.groups]
 
     def begin_forward(self) -> None:
         """Gather the parameters. Collective."""
@@ -140,7 +136,7 @@ class BlockCall:
         numbers = [n for n, g in enumerate(self.groups) if is_postponing or g.ledger.adds_products(reduces=reduces)]
         if numbers and self.leaf is not None and accumulates(self.leaf):
             for number in numbers:
-                if not self.groups[number].flat.is_hooked:
+                if not has_gradient_hooks(self.groups[number].parameters):
                     self._gradients_of(number, keeps_products=True)
 
     def take(self, location: Location, gradient: DeferredGradient) -> bool:
@@ -217,7 +213,7 @@ class BlockCall:
             self.state.keep_gathered(self.groups, until_next=not self.use.last_backward and is_followed)
         if self.state.run.calls_at_rest.pop(self.number, None) is not None:
             for group in self.groups:
-                group.release_at_rest()
+                group.buffer.release_at_rest()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -227,7 +223,7 @@ class BlockCall:
         if self._is_holding:
             self._is_holding = False
             for group in self.groups:
-                group.release()
+                group.buffer.release()
 
     def _acquire(self, *, looks: bool) -> None:
         held: list[ParameterGroup] = []
@@ -243,7 +239,7 @@ class BlockCall:
                 group.wait()
         except BaseException:
             for group in held:
-                group.release()
+                group.buffer.release()
             self.phase = Phase.REST
             raise
         self._is_holding = True

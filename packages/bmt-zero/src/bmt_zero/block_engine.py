@@ -91,10 +91,9 @@ class BlockEngine:
                 )
             if has_gradient_hooks(whole.own):
                 call.writes_directly = False  # hooks on whole parameters must see their gradients
-            outputs = _leave(call, token, (args, kwargs), outputs)
+            outputs, backward_follows = _leave(call, token, (args, kwargs), outputs)
             if type(outputs) is list:
                 state.run.warn_once_of_list_output(module)
-            backward_follows = any(output.requires_grad for output in tensors_in(outputs))
             succeeded = True
             return outputs
         finally:
@@ -119,37 +118,43 @@ class BlockEngine:
         self, call: BlockCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self.use_checkpoint and not self.compile and torch.is_grad_enabled():
-            recomputation = Recomputation(
-                call, lambda a, k: self._compute(call, function, a, k), self.state.buffers, args, kwargs
-            )
-            return recomputation.forward()
+            return Recomputation(call, self._compute, function, self.state.buffers, args, kwargs).forward()
         if self.state.level == 3 and torch.is_grad_enabled():
             with saved_for_backward(call):
-                return self._compute(call, function, args, kwargs)
-        return self._compute(call, function, args, kwargs)
+                return self._compute(call, None, function, args, kwargs)
+        return self._compute(call, None, function, args, kwargs)
 
     def _compute(
-        self, call: BlockCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: BlockCall,
+        recomputation: Recomputation | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        state = self.state
-        before, state.running.call = state.running.call, call
-        state.run.running.append(state.groups)
+        run, running = self.state.run, self.state.running
+        before = running.call, running.recomputation
+        running.call, running.recomputation = call, recomputation
+        groups = self.state.groups
+        run.running.append(groups)
         try:
             return function(*args, **kwargs)
         finally:
-            state.run.running.remove(state.groups)
-            state.running.call = before
+            run.running.remove(groups)
+            running.call, running.recomputation = before
 
 
-def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: Any) -> Any:
+def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: Any) -> tuple[Any, bool]:
+    """Return ``outputs`` as they leave the block, and whether they are in a graph, so that backward may follow."""
     # A returned view of a parameter must stay valid when the buffer is freed.
     outputs = map_tensors(lambda t: t.clone() if call.state.may_free_memory_of(t) else t, outputs)
-    gated = [output for output in tensors_in(outputs) if output.requires_grad]
+    tensors = tensors_in(outputs)
+    gated = [output for output in tensors if output.requires_grad]
     if token is not None and not gated:
         # No parameter was used on this rank, but some may have been on others: the block must be in the graph on all ranks.
-        gated = [output for output in tensors_in(outputs) if output.is_floating_point()]
+        gated = [output for output in tensors if output.is_floating_point()]
     if not gated or not torch.is_grad_enabled():
-        return outputs
+        return outputs, False
     if token is None:
         # All parameters are frozen, so there is no Enter. The block's backward is over when its inputs have their gradients.
         token = torch.empty(0, device=gated[0].device)
@@ -159,7 +164,7 @@ def _leave(call: BlockCall, token: torch.Tensor | None, inputs: Any, outputs: An
             call.input_hook = register_multi_grad_hook(sources, EndAtInputs(call))
     left = Leave.apply(call, token, *gated)  # type: ignore[no-untyped-call]
     passed = {id(old): new for old, new in zip(gated, left, strict=True)}
-    return map_tensors(lambda t: passed.get(id(t), t), outputs)
+    return map_tensors(lambda t: passed.get(id(t), t), outputs), True
 
 
 def _copy_of(

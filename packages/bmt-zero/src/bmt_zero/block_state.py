@@ -16,10 +16,12 @@ from bmt_core.params.owner import owner_of
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
+from bmt_core.torch_internals import storage_key
 from bmt_zero.direct_linear import Location, RunningCall, direct_linears
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
+from bmt_zero.unsharded_buffer import AVAILABLE
 from bmt_zero.zero_run import ZeroRun, zero_run
 
 _numbers = itertools.count()
@@ -73,8 +75,7 @@ class BlockState:
             )
         self.level = level
         for group in self.groups:
-            group.level = level
-            group.free_unless_held()
+            group.set_level(level)
 
     def refresh(self, block: nn.Module) -> None:
         """Shard parameters that were added, replaced, or given other memory since the last call.
@@ -108,7 +109,7 @@ class BlockState:
 
     def may_free_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of a buffer of this block that may be freed while ``tensor`` lives."""
-        return any(not g.is_replicated and g.buffer.holds_memory_of(tensor) for g in self.groups)
+        return storage_key(tensor) in [group.buffer.storage for group in self.groups if not group.is_replicated]
 
     def keep_gathered(self, groups: list[ParameterGroup], *, until_next: bool) -> None:
         """Hold ``groups``, which are gathered, until a later call says ``until_next=False``."""
@@ -118,7 +119,7 @@ class BlockState:
         for group in self._between_calls:
             group.buffer.hold()
         for group in before:
-            group.release()
+            group.buffer.release()
 
     def bytes_to_gather(self, *, is_backward: bool) -> int:
         if is_backward and self.level < 3:
@@ -131,7 +132,7 @@ class BlockState:
         if is_backward and self.level < 3:
             return True  # the parameters have stayed since forward
         for group in self.groups:
-            if not group.buffer.is_available:
+            if group.buffer.state not in AVAILABLE:
                 group.look_for_changes()
                 group.start_gather()
             if group not in self._ahead:
@@ -142,7 +143,7 @@ class BlockState:
     def release_ahead(self) -> None:
         ahead, self._ahead = self._ahead, []
         for group in ahead:
-            group.release()
+            group.buffer.release()
 
     def forget_gathered(self) -> None:
         self.awaited_calls.clear()

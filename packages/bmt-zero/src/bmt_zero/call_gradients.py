@@ -10,7 +10,7 @@ import torch
 from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.params.shard import summation_dtype
 from bmt_zero.direct_linear import DeferredGradient
-from bmt_zero.gradient_ledger import FlatGradients
+from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.parameter_group import ParameterGroup
 
 _Products = list[tuple[int, DeferredGradient]]
@@ -20,8 +20,9 @@ _Products = list[tuple[int, DeferredGradient]]
 class CallGradients:
     """Gradients that layers write, and those that autograd returns, until they are reduced or held back.
 
-    ``keeps_products``: products of layers are kept and computed after backward: at once, or when
-    :class:`~bmt_core.modules.postponed_gradients.PostponedGradients` says so, whose ``PostponedPart`` this is.
+    Layers write their gradients into a flat tensor. With ``keeps_products`` there is none: their products are kept and computed
+    after backward: at once, or when :class:`~bmt_core.modules.postponed_gradients.PostponedGradients` says so, whose
+    ``PostponedPart`` this is.
     ``may_be_freed`` says whether a tensor's memory may be freed when the backward pass is over.
     """
 
@@ -31,8 +32,7 @@ class CallGradients:
         self._group = group
         self._ledger = group.ledger
         self._may_be_freed = may_be_freed
-        self._keeps_products = keeps_products
-        self._flat: FlatGradients | None = None
+        self._flat = None if keeps_products else FlatGradients(group.flat, group.ledger.new_flat())
         self._products: _Products = []
         self._joined: list[_Products] = []  # products of other passes, taken over
         self._grads: list[torch.Tensor | None] = []
@@ -42,15 +42,15 @@ class CallGradients:
 
     def take(self, index: int, product: DeferredGradient) -> bool:
         """Write or keep ``product``, the gradient of parameter ``index``. False: the layer must return it to autograd."""
-        if not self._keeps_products:
-            return self._flat_gradients().write(index, product)
+        if self._flat is not None:
+            return self._flat.write(index, product)
         product.keep(self._may_be_freed)
         self._products.append((index, product))
         return True
 
     def reserve(self, index: int) -> torch.Tensor | None:
         """Return memory for the gradient of parameter ``index``, in its shape; None if the caller must allocate its own."""
-        return None if self._keeps_products else self._flat_gradients().reserve(index)
+        return None if self._flat is None else self._flat.reserve(index)
 
     def end_backward(
         self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], taking: Sequence[bool], *, reduces: bool
@@ -61,10 +61,12 @@ class CallGradients:
         go to ``.grad``. Without ``reduces`` they are held back.
         """
         if True not in taking:
-            return self._group.end_gradients(self._flat_gradients().complete(grads, needed), needed, is_taking=False)
-        if not self._keeps_products:
-            flat = self._flat_gradients().complete(grads, taking)
-            return self._group.end_gradients(flat, taking, is_taking=True, reduces=reduces)
+            flat = self._flat or FlatGradients(self._group.flat, self._ledger.new_flat())
+            full = flat.complete(grads, needed)
+            return self._group.end_gradients(full, needed, is_taking=False)
+        if self._flat is not None:
+            full = self._flat.complete(grads, taking)
+            return self._group.end_gradients(full, taking, is_taking=True, reduces=reduces)
         may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
         self._grads = [g.clone() if g is not None and may else g for g, may in zip(grads, may_be_freed, strict=True)]
         self._needed, self._reduces = taking, reduces
@@ -129,7 +131,11 @@ class CallGradients:
         self._products, self._joined, self._grads = [], [], []
 
     def _compute(self) -> None:
-        flat = self._ledger.flat_for_products(reduces=self._reduces, of_several=bool(self._joined))
+        wide = self._ledger.sum_for_products(reduces=self._reduces, of_several=bool(self._joined))
+        if wide is None:
+            flat = FlatGradients(self._group.flat, self._ledger.new_flat())
+        else:
+            flat = FlatGradients(self._group.flat, wide[0], is_sum=wide[1], takes_wide=True)
         try:
             for index, product in self._sums():
                 if not flat.write(index, product):
@@ -155,9 +161,62 @@ class CallGradients:
             others = [products[number][1] for products in self._joined]
             yield index, product.joined(others) if others else product
 
-    def _flat_gradients(self) -> FlatGradients:
-        if self._flat is None:
-            self._flat = self._ledger.new_flat()
+
+class FlatGradients:
+    """The whole gradients of ``parameters`` in ``flat``, a flat tensor laid out like them; uninitialised until complete.
+
+    Linear layers write their gradients into it directly (:mod:`bmt_zero.direct_linear`); :meth:`complete` copies
+    all others into it at once. ``is_sum``: ``flat`` holds a sum already, and all gradients are added to it.
+    ``takes_wide``: layers may write gradients directly even if the dtype of ``flat`` is wider than that of the parameters.
+    """
+
+    def __init__(
+        self, parameters: FlatParameters, flat: torch.Tensor, *, is_sum: bool = False, takes_wide: bool = False
+    ) -> None:
+        self._adds = is_sum
+        self._takes = takes_wide or flat.dtype == parameters.dtype
+        self._flat = flat
+        self._views, self._gaps = parameters.views_and_gaps_of(self._flat)
+        self._is_written = [self._adds] * len(self._views)
+        self._reserved: set[int] = set()
+
+    def write(self, index: int, gradient: DeferredGradient) -> bool:
+        """Write or add the gradient of parameter ``index``. Return False if layers cannot write this dtype."""
+        if not self._takes:
+            return False
+        if self._is_written[index]:
+            gradient.added_to(self._views[index])
+        else:
+            gradient.into(self._views[index])
+            self._is_written[index] = True
+        return True
+
+    def reserve(self, index: int) -> torch.Tensor | None:
+        """Return memory for the whole gradient of parameter ``index``, in its shape; None if it was written or reserved."""
+        if not self._takes or self._is_written[index] or index in self._reserved:
+            return None
+        self._reserved.add(index)
+        return self._views[index]
+
+    def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
+        """Add ``grads`` to what layers have written, and return the flat tensor.
+
+        Where a gradient is not ``wanted`` it is zero; but a sum keeps its values there.
+        """
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        added: list[tuple[torch.Tensor, torch.Tensor]] = []
+        empty = list(self._gaps)
+        for view, grad, want, written in zip(self._views, grads, wanted, self._is_written, strict=True):
+            if not want or (grad is None and not written):
+                empty.append(view)
+            elif grad is not None and not (grad.data_ptr() == view.data_ptr() and self._reserved):
+                (added if written else copied).append((view, grad.to_dense() if grad.is_sparse else grad))
+        if copied:
+            torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
+        if added:
+            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
+        if empty and not self._adds:
+            torch._foreach_zero_(empty)
         return self._flat
 
 

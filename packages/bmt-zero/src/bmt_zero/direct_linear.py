@@ -49,10 +49,6 @@ class LayerRecomputation(Protocol):
 class GradientCall(Protocol):
     """The interface of one call of a block for its layers."""
 
-    @property
-    def layer_recomputation(self) -> LayerRecomputation | None:
-        """The recomputation of the call, if it is recomputed."""
-
     def begin_backward(self) -> None:
         """Gather the whole parameters, unless they are there."""
 
@@ -61,9 +57,10 @@ class GradientCall(Protocol):
 
 
 class RunningCall:
-    """The call of a block whose forward runs, if any."""
+    """The call of a block whose forward code runs, if any, and its recomputation, if it has one."""
 
     call: GradientCall | None = None
+    recomputation: LayerRecomputation | None = None
 
 
 class DirectLinear:
@@ -80,14 +77,13 @@ class DirectLinear:
         self.bias = bias
 
     def writer(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Writer | None:
-        return _Writer(self, self._running.call) if _is_plain(input, weight, bias) else None
+        return _Writer(self, self._running) if _is_plain(input, weight, bias) else None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         if torch.compiler.is_compiling() or not _is_plain(input, weight, bias):
             return linear(input, weight, bias)
-        call = self._running.call
-        recomputation = None if call is None else call.layer_recomputation
+        call, recomputation = self._running.call, self._running.recomputation
         if recomputation is None:
             return _Linear.apply(input, weight, bias, self, call)  # type: ignore[no-any-return, no-untyped-call]
         before = recomputation.before_layer(input)
@@ -137,10 +133,10 @@ class _Linear(torch.autograd.Function):
 class _Writer:
     """See :class:`bmt_core.modules.layer_gradients.GradientWriter`. Without ``call`` it returns gradients: see :class:`_Linear`."""
 
-    def __init__(self, layer: DirectLinear, call: GradientCall | None) -> None:
+    def __init__(self, layer: DirectLinear, running: RunningCall) -> None:
         self._layer = layer
-        self._call = call
-        self._recomputation = None if call is None else call.layer_recomputation
+        self._call = running.call
+        self._recomputation = running.recomputation
         self._before = 0
 
     def begin_forward(self, input: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from bmt_core.comm import Group
 from bmt_core.params.parameter import DistributedParameter, make_distributed, note_first_values, set_data_silently
 from bmt_core.params.shard import Shard
 from bmt_core.params.uninitialized import has_values
-from bmt_core.torch_internals import has_gradient_hooks, unflatten
+from bmt_core.torch_internals import unflatten
 from bmt_zero.flat_layout import flat_layout
 
 
@@ -51,16 +51,6 @@ class FlatParameters:
         """The parameters' common name for errors."""
         first, *others = (parameter.label or "a parameter" for parameter in self.parameters)
         return f"{first} and {len(others)} others" if others else first
-
-    @property
-    def versions(self) -> list[int]:
-        """Torch's version counter of each parameter's part, which counts in-place modifications."""
-        return [parameter._version for parameter in self.parameters]
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether the user watches gradients of these parameters, so that each must reach autograd."""
-        return has_gradient_hooks(self.parameters)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters in ``flat``, a flat tensor of this layout, in their shapes: new views at each call."""

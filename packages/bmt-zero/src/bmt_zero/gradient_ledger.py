@@ -43,7 +43,6 @@ from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import backward_pass, memory_states, named_in_trace
-from bmt_zero.direct_linear import DeferredGradient
 from bmt_zero.flat_parameters import FlatParameters
 
 
@@ -104,12 +103,18 @@ class GradientLedger:
         self.watcher: ReductionWatcher | None = None
         self.in_flight = in_flight
         self._flat = flat
-        self._comparison = GradientComparison()
+        self._comparison = GradientComparison() if current().topology.has_same_data else None
         self._name = name
         self._purpose = ""
         self._reduce_dtype = reduce_dtype
         self._lane = lane
         self._process_group = lane.group(flat.process_group)
+        self._is_alone = flat.process_group.size == 1
+        self._sum_dtype = summation_dtype(flat.dtype)
+        # No all-reduce can send a half type and sum in float32.
+        is_wide = not self._is_alone and (reduce_dtype == "fp32" or (flat.is_replicated and reduce_dtype != "param"))
+        self.wire_dtype = self._sum_dtype if is_wide else flat.dtype
+        """The dtype of the flat whole gradients that are reduced."""
         self._divisor = current().gradient_divisor
         self._held_back: torch.Tensor | None = None
         self._tickets: set[object] = set()
@@ -133,22 +138,12 @@ class GradientLedger:
     def held_back_bytes(self) -> int:
         """Bytes that :meth:`hold_back` keeps between micro-batches; 0 if no parameter trains."""
         trains = True in [parameter.requires_grad for parameter in self._flat.parameters]
-        return self._flat.total * summation_dtype(self._flat.dtype).itemsize if trains else 0
+        return self._flat.total * self._sum_dtype.itemsize if trains else 0
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype of the flat whole gradients that are reduced."""
-        dtype = self._flat.dtype
-        if self._flat.process_group.size == 1 or self._reduce_dtype == "param":
-            return dtype
-        # No all-reduce can send a half type and sum in float32.
-        is_wide = self._flat.is_replicated or self._reduce_dtype == "fp32"
-        return summation_dtype(dtype) if is_wide else dtype
-
-    def new_flat(self) -> FlatGradients:
-        """Return memory for the whole gradients of one call's backward, in :attr:`wire_dtype`."""
+    def new_flat(self) -> torch.Tensor:
+        """Return a flat tensor for the whole gradients of one call's backward, in :attr:`wire_dtype`; uninitialised."""
         self.in_flight.make_room()
-        return FlatGradients(self._flat, self.wire_dtype)
+        return torch.empty(self._flat.total, dtype=self.wire_dtype, device=self._flat.device)
 
     def adds_products(self, *, reduces: bool) -> bool:
         """Whether layers with half-type weights can add their weight gradients directly to a float32 sum.
@@ -157,20 +152,23 @@ class GradientLedger:
         """
         return self._flat.dtype.itemsize == 2 and (not reduces or self._held_back is not None)
 
-    def flat_for_products(self, *, reduces: bool, of_several: bool) -> FlatGradients:
-        """Return memory for the gradients that :meth:`reduce` or :meth:`hold_back` takes: the held-back sum, if there is one.
+    def sum_for_products(self, *, reduces: bool, of_several: bool) -> tuple[torch.Tensor, bool] | None:
+        """Return a float32 tensor for layers to add to, for :meth:`reduce` or :meth:`hold_back`, and whether it has values already.
+
+        None: no layer adds to a float32 sum, so the gradients take :meth:`new_flat`.
 
         ``of_several``: the gradients are those of several backward passes. Other ranks may have held some of these back,
         and then reduce a float32 sum, so this rank must reduce float32 too. A single rank needs none for half types.
         """
         self.notice_cleared()
-        is_wide = of_several and self._flat.process_group.size > 1 and self._flat.dtype.itemsize == 2
+        is_wide = of_several and not self._is_alone and self._flat.dtype.itemsize == 2
         if not is_wide and not self.adds_products(reduces=reduces):
-            return self.new_flat()
+            return None
         if reduces and self._held_back is None:
             self.in_flight.make_room()
-        dtype = summation_dtype(self._flat.dtype)
-        return FlatGradients(self._flat, dtype, total=self._held_back, takes_wide=True)
+        if self._held_back is not None:
+            return self._held_back, True
+        return torch.empty(self._flat.total, dtype=self._sum_dtype, device=self._flat.device), False
 
     def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, flat whole gradients, plus those held back. Collective. :meth:`end_pass` completes it."""
@@ -178,14 +176,16 @@ class GradientLedger:
         if self._held_back is not None:  # a parameter that was frozen since then keeps its gradient
             needed = [now or before for now, before in zip(needed, self._needed, strict=True)]
         full = self._with_held_back(full)
-        self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
-        reduced = self._output_for(full, stays=self._output_dtype(full) == self._flat.dtype and self.sum.is_first)
+        if self._comparison is not None:
+            self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
+        dtype = self._output_dtype(full)
+        reduced = self._output_for(full, dtype, stays=dtype == self._flat.dtype and self.sum.is_first)
         division = self._division(full, reduced)
         then = self.sum.take(reduced, needed, division.after)
-        if self._process_group.size == 1 and then is None and division.before == 1:
+        if self._is_alone and then is None and division.before == 1:
             done = None  # with one rank ``full`` is the sum already
         else:
-            self._lane.after(self._lane.here())
+            self._lane.follow()
             with named_in_trace(f"reduce {self._name}"):
                 done = self._lane.run(lambda: self._start(reduced, full, division), then)
             self.in_flight.keep(self._name, full, done)
@@ -201,10 +201,11 @@ class GradientLedger:
         if completes:
             self.notice_cleared()
             full = self._with_held_back(full)
-        self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
-        reduced = self._output_for(full, stays=True)
+        if self._comparison is not None:
+            self._comparison.check(self._flat.parameters, lambda: self._flat.views_of(full))
+        reduced = self._output_for(full, self._output_dtype(full), stays=True)
         division = self._division(full, reduced)
-        self._lane.after(self._lane.here())
+        self._lane.follow()
         self._lane.run(lambda: self._start(reduced, full, division)).wait()
         return reduced if division.after == 1 else reduced.mul_(division.after)
 
@@ -212,7 +213,7 @@ class GradientLedger:
         """Keep ``full``, flat whole gradients, for a later :meth:`reduce`, summed on this rank in float32."""
         self._leave(needed)
         if self._held_back is None:
-            self._held_back = full.to(summation_dtype(self._flat.dtype))
+            self._held_back = full.to(self._sum_dtype)
         elif full is not self._held_back:  # else layers have added to the sum itself
             self._held_back += full
         self._unwatched.add(self)
@@ -332,16 +333,16 @@ class GradientLedger:
         held += full
         return held
 
-    def _output_for(self, full: torch.Tensor, *, stays: bool) -> torch.Tensor:
+    def _output_for(self, full: torch.Tensor, dtype: torch.dtype, *, stays: bool) -> torch.Tensor:
         """Return the tensor to reduce into. It is allocated for the computation if it ``stays`` as ``.grad``, else for the lane."""
         if self._flat.is_replicated:
             return full
         with nullcontext() if stays else self._lane.memory():
-            return torch.empty_like(self._flat.shard, dtype=self._output_dtype(full))
+            return torch.empty_like(self._flat.shard, dtype=dtype)
 
     def _output_dtype(self, full: torch.Tensor) -> torch.dtype:
         is_same = self._flat.is_replicated or self._reduce_dtype == "param"
-        return full.dtype if is_same else summation_dtype(full.dtype)
+        return full.dtype if is_same else self._sum_dtype
 
     def _division(self, full: torch.Tensor, reduced: torch.Tensor) -> Division:
         if self._divisor == 1:
@@ -361,69 +362,6 @@ class GradientLedger:
             if self._flat.is_replicated:
                 return self._process_group.all_reduce(full, division.op)
             return self._process_group.reduce_scatter(reduced, full, division.op)
-
-
-class FlatGradients:
-    """The whole gradients of ``parameters`` in a flat tensor of ``dtype``, laid out like them; uninitialised until complete.
-
-    Linear layers write their gradients into it directly (:mod:`bmt_zero.direct_linear`); :meth:`complete` copies
-    all others into it at once. With ``total``, a flat tensor that already holds a sum, all gradients are added to it.
-    ``takes_wide``: layers may write gradients directly even if ``dtype`` is wider than that of the parameters.
-    """
-
-    def __init__(
-        self,
-        parameters: FlatParameters,
-        dtype: torch.dtype,
-        *,
-        total: torch.Tensor | None = None,
-        takes_wide: bool = False,
-    ) -> None:
-        self._adds = total is not None
-        self._takes = takes_wide or dtype == parameters.dtype
-        self._flat = torch.empty(parameters.total, dtype=dtype, device=parameters.device) if total is None else total
-        self._views, self._gaps = parameters.views_and_gaps_of(self._flat)
-        self._is_written = [self._adds] * len(self._views)
-        self._reserved: set[int] = set()
-
-    def write(self, index: int, gradient: DeferredGradient) -> bool:
-        """Write or add the gradient of parameter ``index``. Return False if layers cannot write this dtype."""
-        if not self._takes:
-            return False
-        if self._is_written[index]:
-            gradient.added_to(self._views[index])
-        else:
-            gradient.into(self._views[index])
-            self._is_written[index] = True
-        return True
-
-    def reserve(self, index: int) -> torch.Tensor | None:
-        """Return memory for the whole gradient of parameter ``index``, in its shape; None if it was written or reserved."""
-        if not self._takes or self._is_written[index] or index in self._reserved:
-            return None
-        self._reserved.add(index)
-        return self._views[index]
-
-    def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
-        """Add ``grads`` to what layers have written, and return the flat tensor.
-
-        Where a gradient is not ``wanted`` it is zero; but a ``total`` keeps its values there.
-        """
-        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        added: list[tuple[torch.Tensor, torch.Tensor]] = []
-        empty = list(self._gaps)
-        for view, grad, want, written in zip(self._views, grads, wanted, self._is_written, strict=True):
-            if not want or (grad is None and not written):
-                empty.append(view)
-            elif grad is not None and not (grad.data_ptr() == view.data_ptr() and self._reserved):
-                (added if written else copied).append((view, grad.to_dense() if grad.is_sparse else grad))
-        if copied:
-            torch._foreach_copy_([view for view, _ in copied], [grad for _, grad in copied])
-        if added:
-            torch._foreach_add_([view for view, _ in added], [grad for _, grad in added])
-        if empty and not self._adds:
-            torch._foreach_zero_(empty)
-        return self._flat
 
 
 class ReductionsInFlight:

@@ -12,9 +12,10 @@ from bmt_core.params.owner import OwnerReference, ReductionWatcher
 from bmt_core.run.lanes import Lane, Mark
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
+from bmt_core.torch_internals import has_gradient_hooks
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.gradient_ledger import GradientLedger, ReductionsInFlight
-from bmt_zero.unsharded_buffer import UnshardedBuffer
+from bmt_zero.unsharded_buffer import AVAILABLE, UnshardedBuffer
 
 
 class ParameterGroup:
@@ -34,13 +35,13 @@ class ParameterGroup:
         in_flight: ReductionsInFlight,
     ) -> None:
         lanes = current().lanes
-        self.level = level
         self.name = name
         self.flat = flat
         self.parameters = flat.parameters
         self.is_replicated = flat.is_replicated
         self.data = DataVersion(flat, lanes.gather)
-        self.buffer = UnshardedBuffer(flat, lanes.gather)
+        self.buffer = UnshardedBuffer(flat, lanes.gather, stays=level < 2)
+        self.level = level
         self.ledger = GradientLedger(flat, name=name, reduce_dtype=reduce_dtype, lane=lanes.reduce, in_flight=in_flight)
         self._leaves: list[torch.Tensor] = []
         reference: OwnerReference = weakref.ref(self)
@@ -67,7 +68,7 @@ class ParameterGroup:
 
     def bytes_to_gather(self, own_holds: int) -> int:
         """Return how many bytes a gather would allocate: 0 if there are more holds than the caller's ``own_holds``."""
-        is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.is_available)
+        is_there = self.buffer.holders > own_holds or (self.level < 2 and self.buffer.state in AVAILABLE)
         return 0 if is_there or self.is_replicated else self.flat.full_bytes
 
     def look_for_changes(self) -> None:
@@ -77,7 +78,7 @@ class ParameterGroup:
 
     def start_gather(self) -> None:
         """Start to gather the whole parameters, unless they are available. Collective."""
-        if not self.buffer.is_available:
+        if self.buffer.state not in AVAILABLE:
             self.data.updates.hold_up_lane()
             self.buffer.gather(self.name)
 
@@ -89,20 +90,11 @@ class ParameterGroup:
         self.buffer.wait()
         self.data.updates.forget_awaited()
 
-    def release(self) -> None:
-        """Undo one hold of the buffer; the last one frees it at levels 2 and 3."""
-        self.buffer.release()
-        self.free_unless_held()
-
-    def release_at_rest(self) -> None:
-        """Undo the hold of a call at rest; the last one frees the buffer at levels 2 and 3."""
-        self.buffer.release_at_rest()
-        self.free_unless_held()
-
-    def free_unless_held(self) -> None:
-        """Free the buffer at levels 2 and 3 when nobody holds it."""
-        if self.level >= 2:
-            self.buffer.free_unless_held()
+    def set_level(self, level: int) -> None:
+        """Change the level between steps, but not from or to 0."""
+        self.level = level
+        self.buffer.stays = level < 2
+        self.buffer.free_unless_held()
 
     def views(self) -> list[torch.Tensor]:
         """Return the whole parameters in their shapes: new views of the buffer at each call."""
@@ -133,7 +125,8 @@ class ParameterGroup:
         Return the gradients that autograd must use itself: for the user's hooks, or all if they do not go to ``.grad`` (not
         ``is_taking``). ``present`` tells of the reduced sum which of the ``wanted`` gradients any rank has.
         """
-        ledger, is_hooked = self.ledger, self.flat.is_hooked
+        # Whether the user watches gradients of these parameters, so that each must reach autograd.
+        ledger, is_hooked = self.ledger, has_gradient_hooks(self.parameters)
         if is_taking and not is_hooked and present is None:
             if reduces or ledger.sum.is_taking:
                 self.reduce(full, wanted)
@@ -174,13 +167,13 @@ class DataVersion:
         self.is_memory_replaced = False
         self.updates = PendingUpdates(lane)
         self.updates.add()
-        self._flat = flat
+        self._parameters = flat.parameters
         self._is_update_noted = False
         # Versions of the parameters at the last look, and when an update was last noted.
-        self._seen = self._noted = flat.versions
+        self._seen = self._noted = self._versions()
 
     def note_update(self, done: Mark | None, reads: object) -> None:
-        versions = self._flat.versions
+        versions = self._versions()
         if not self._is_update_noted or versions != self._noted:
             self._is_update_noted, self._noted = True, versions
             self.updates.add(done)
@@ -189,7 +182,7 @@ class DataVersion:
 
     def has_changed(self) -> bool:
         """Whether values have changed since the last look; if so, :attr:`number` grows by one."""
-        versions = self._flat.versions
+        versions = self._versions()
         if not self._is_update_noted and versions == self._seen:
             return False
         if versions != self._noted:  # written without note_update(), by an operation of the user's
@@ -198,6 +191,10 @@ class DataVersion:
         self._is_update_noted = False
         self.number += 1
         return True
+
+    def _versions(self) -> list[int]:
+        """Return torch's version counter of each parameter's part, which counts in-place modifications."""
+        return [parameter._version for parameter in self._parameters]
 
 
 MOST = 4

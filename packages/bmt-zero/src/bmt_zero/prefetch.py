@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -126,19 +125,22 @@ class Prefetch:
             if number not in ahead and block is not None:
                 block.release_ahead()
 
-    def _expected(self) -> Iterator[tuple[Prefetched, bool]]:
+    def _expected(self) -> list[tuple[Prefetched, bool]]:
+        """Return the blocks of the expected next events, and whether it is their backward that begins."""
+        expected: list[tuple[Prefetched, bool]] = []
         before, now = self._before, self._now
         for _ in range(HOPS):
             assert now is not None
             following = self._after.get((before, now)) or self._first_guess(now)
             if following is None or (now.is_backward and not following.is_backward):
-                return
+                break
             block = self._blocks.get(following.number)
             if block is not None:
-                yield block, following.is_backward
+                expected.append((block, following.is_backward))
             elif following.number >= 0:  # a block that is gone
-                return
+                break
             before, now = now, following
+        return expected
 
     def _first_guess(self, now: Event) -> Event | None:
         block = self._blocks.get(now.number)

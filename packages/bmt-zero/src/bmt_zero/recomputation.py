@@ -27,24 +27,34 @@ from torch.autograd.graph import saved_tensors_hooks
 from bmt_core.errors import BmtError
 from bmt_core.modules.outermost_call import module_call
 from bmt_core.nested import tensors_in
-from bmt_core.run.runtime import current
 from bmt_core.torch_internals import when_backward_ends, without_script_optimization
 from bmt_zero.block_call import BlockCall
 from bmt_zero.key_value_caches import with_own_caches
 from bmt_zero.recomputed_buffers import BlockBuffers, BuffersBeforeForward, version_of
 
-Compute = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Compute = Callable[[BlockCall, "Recomputation", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Recomputation:
-    """The tensors that the forward of ``call`` saves for backward: their shapes and dtypes, and how to recompute them."""
+    """The tensors that the forward of ``call`` saves for backward: their shapes and dtypes, and how to recompute them.
+
+    ``compute(call, recomputation, function, args, kwargs)`` runs the block's code, ``function``.
+    """
 
     def __init__(
-        self, call: BlockCall, compute: Compute, buffers: BlockBuffers, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: BlockCall,
+        compute: Compute,
+        function: Callable[..., Any],
+        buffers: BlockBuffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
+        device = call.state.run.device
         self.is_running = False
         self._call = call
         self._compute = compute
+        self._function = function
         self._inputs = args, kwargs
         self._before = with_own_caches(self._inputs)
         self._has_caches = self._before is not self._inputs
@@ -54,8 +64,8 @@ class Recomputation:
         self._made: list[tuple[torch.Tensor, int] | None] = []
         self._layers = 0
         self._last: tuple[int, int] | None = None
-        self._random = _RandomNumbers(current().device)
-        self._modes = _Modes(current().device)
+        self._random = _RandomNumbers(device)
+        self._modes = _Modes(device)
         # Weakly: autograd's saved tensors keep this object, and with it the inputs, as long as backward may come.
         call.recomputation = weakref.ref(self)
 
@@ -63,7 +73,7 @@ class Recomputation:
         """Run forward and return its outputs. Only the inputs are kept."""
         try:
             with saved_tensors_hooks(self._count, self._hand_out), without_script_optimization():
-                outputs = self._compute(*self._inputs)
+                outputs = self._compute(self._call, self, self._function, *self._inputs)
             self._buffers.learn_changes()
             return outputs
         finally:
@@ -128,7 +138,8 @@ class Recomputation:
                 module_call(own_random=False),
                 self._buffers.restored(),
             ):
-                self._compute(*(with_own_caches(self._before) if self._has_caches else self._inputs))
+                inputs = with_own_caches(self._before) if self._has_caches else self._inputs
+                self._compute(self._call, self, self._function, *inputs)
         except (_Complete, RuntimeError):
             # Inside a function of torch.jit.script, _Complete becomes a RuntimeError.
             if len(self._made) < len(self._kinds):

@@ -112,7 +112,7 @@ class RootCall:
             if group.call is self:
                 group.call = None
                 group.wait()
-                group.free_unless_held()
+                group.buffer.free_unless_held()
 
 
 class _GatherGroups(torch.autograd.Function):
@@ -128,7 +128,7 @@ class _GatherGroups(torch.autograd.Function):
         for group in groups:
             group.wait()
             wholes += group.views()
-            group.free_unless_held()
+            group.buffer.free_unless_held()
         ctx.mark_non_differentiable(*[whole for whole, p in zip(wholes, parts, strict=True) if not p.requires_grad])
         return tuple(wholes)
 

@@ -41,16 +41,21 @@ class BufferState(Enum):
     """The whole parameters."""
 
 
+AVAILABLE = BufferState.IN_FLIGHT, BufferState.READY
+"""The states in which the whole parameters are there or being gathered."""
+
+
 class UnshardedBuffer:
     """The memory of the whole parameters of ``flat``, filled by gathers in ``lane`` and freed when nobody holds it.
 
-    ``holders`` counts the holders, without calls at rest: see [Note: calls at rest]. The buffer of a replicated group is its shard:
-    always READY, never freed.
+    ``stays``: it is not freed, as at level 1. ``holders`` counts the holders, without calls at rest: see [Note: calls at rest]. The
+    buffer of a replicated group is its shard: always READY, never freed.
     """
 
-    def __init__(self, flat: FlatParameters, lane: Lane) -> None:
+    def __init__(self, flat: FlatParameters, lane: Lane, *, stays: bool) -> None:
         self._flat = flat
         self._lane = lane
+        self.stays = stays
         self.holders = 0
         self._calls_at_rest = 0
         self._run = gathered_memory.run
@@ -60,21 +65,14 @@ class UnshardedBuffer:
         if flat.is_replicated:
             self.tensor = self._writer = flat.shard
             self.state = BufferState.READY
+            self.storage = storage_key(self.tensor)
             return
         self.tensor = torch.empty(flat.total, dtype=flat.dtype, device=flat.device)
         self.tensor.untyped_storage().resize_(0)
         self._writer = self.tensor.data
         self.state = BufferState.FREED
-
-    @property
-    def is_available(self) -> bool:
-        """Whether the whole parameters are there or being gathered."""
-        return self.state in (BufferState.IN_FLIGHT, BufferState.READY)
-
-    @property
-    def writes(self) -> int:
-        """How often user code wrote to the whole parameters, by torch's version counter; 0 for a replicated group."""
-        return 0 if self._flat.is_replicated else self.tensor._version
+        self.storage = storage_key(self.tensor)
+        """Tells views of the buffer: see [Note: one storage]."""
 
     def gather(self, name: str) -> None:
         """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace. Collective."""
@@ -100,7 +98,7 @@ class UnshardedBuffer:
 
     def mark_outdated(self) -> None:
         """Note that the shards were changed since the last gather."""
-        if (self.is_available or self.state is BufferState.KEPT) and not self._flat.is_replicated:
+        if (self.state in AVAILABLE or self.state is BufferState.KEPT) and not self._flat.is_replicated:
             if self._arrival is not None:
                 self._lane.after(self._arrival)
                 self._arrival = None
@@ -112,18 +110,20 @@ class UnshardedBuffer:
         self.holders += 1
 
     def release(self) -> None:
-        """Undo one :meth:`hold`."""
+        """Undo one :meth:`hold`; the last one frees the memory."""
         self.holders -= 1
         assert self.holders >= 0
+        self.free_unless_held()
 
     def hold_at_rest(self) -> None:
         """Keep the memory for a call at rest until :meth:`release_at_rest`."""
         self._calls_at_rest += 1
 
     def release_at_rest(self) -> None:
-        """Undo one :meth:`hold_at_rest`."""
+        """Undo one :meth:`hold_at_rest`; the last one frees the memory."""
         self._calls_at_rest -= 1
         assert self._calls_at_rest >= 0
+        self.free_unless_held()
 
     def take_kept(self) -> None:
         """Make a KEPT buffer available, for the backward of a call at rest."""
@@ -131,18 +131,18 @@ class UnshardedBuffer:
             self.state = BufferState.READY if self._arrival is None else BufferState.IN_FLIGHT
 
     def free_unless_held(self) -> None:
-        """Free the memory if nobody holds it."""
-        if self.holders or self.state is BufferState.FREED or self._flat.is_replicated:
+        """Free the memory if nobody holds it and it does not stay."""
+        if self.holders or self.stays or self.state is BufferState.FREED or self._flat.is_replicated:
             return
         if self._calls_at_rest:
-            if self.is_available:
+            if self.state in AVAILABLE:
                 self.state = BufferState.KEPT
                 self._read_until = self._lane.here()
             return
         if self._arrival is not None:
             self._lane.after(self._arrival)
             self._arrival = None
-        self._lane.after(self._lane.here())  # [Note: buffer lifetime] in bmt_core.run.lanes
+        self._lane.follow()  # [Note: buffer lifetime] in bmt_core.run.lanes
         self.tensor.untyped_storage().resize_(0)
         gathered_memory.change(-self._flat.full_bytes, self._run)
         self.state = BufferState.FREED
@@ -153,12 +153,8 @@ class UnshardedBuffer:
             gathered_memory.change(-self._flat.full_bytes, self._run)
             with suppress(CallError):  # the run has failed, which other calls report
                 self.wait()
-            self._lane.after(self._lane.here())  # as in free_unless_held(): queued readers come first
+            self._lane.follow()  # as in free_unless_held(): queued readers come first
             self.state = BufferState.FREED
-
-    def holds_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of the buffer."""
-        return storage_key(tensor) == storage_key(self.tensor)
 
 
 class GatheredMemory:

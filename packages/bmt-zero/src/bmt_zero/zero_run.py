@@ -20,7 +20,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.modules.outermost_call import is_gathered
 from bmt_core.params.parameter import DistributedParameter, reduce_held_back
 from bmt_core.run.runtime import CallEnd, Runtime, current
-from bmt_core.torch_internals import backward_pass, without_script_optimization
+from bmt_core.torch_internals import backward_pass, storage_key, without_script_optimization
 from bmt_core.user_warnings import warn_user
 from bmt_zero import adapters
 from bmt_zero.gradient_ledger import ReductionsInFlight
@@ -92,7 +92,7 @@ class ZeroRun:
             while self.calls_at_rest:
                 _, groups = self.calls_at_rest.popitem()
                 for group in groups:
-                    group.release_at_rest()
+                    group.buffer.release_at_rest()
             self.prefetch.forget_gathered()
             for call in failed:  # last, because it waits for reductions, which raises if a rank is gone
                 call.forget_gradients()
@@ -120,7 +120,8 @@ class ZeroRun:
         reduce_held_back(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _is_gathered(self, tensor: torch.Tensor) -> bool:
-        return is_gathered(tensor) or any(g.buffer.holds_memory_of(tensor) for groups in self.running for g in groups)
+        storages = {group.buffer.storage for groups in self.running for group in groups}
+        return is_gathered(tensor) or storage_key(tensor) in storages
 
     def _close(self) -> None:
         self.module_changes.close()

@@ -80,6 +80,7 @@ class GroupCalls:
         self._number = 0
         self._device_calls_left = check.first_calls
         self._slots = [""] * _SLOTS  # what this rank last saw in each slot of the store
+        self._numbers = [0] * _SLOTS  # and the number of that call
 
     def enter(self, operation: tuple[object, ...], tensor: torch.Tensor) -> Call:
         """Enter the next call. ``operation`` is its name and all that must be equal on all ranks, ``tensor`` this rank's tensor.
@@ -146,15 +147,16 @@ class GroupCalls:
         in the slot, so one ``compare_set`` either replaces that or returns the entry of a faster rank.
         """
         slot = number % _SLOTS
-        seen = _Entry.of(self._slots[slot])
-        if seen.number < number and not self._watch.store_is_gone:
+        if self._numbers[slot] < number and not self._watch.store_is_gone:
             own = f"{number} {self._check.rank} {compared}\n{shown}"
             try:
                 found = self._store.compare_set(f"entered/{self._name}/{slot}", self._slots[slot], own).decode()
             except dist.DistError:
                 # The rank that serves the store may leave first. Ranks that wait for it notice the lost connection.
                 return None
-            self._slots[slot], seen = found, _Entry.of(found)
+            self._slots[slot] = found
+        seen = _Entry.of(self._slots[slot])
+        self._numbers[slot] = seen.number
         if seen.number != number or seen.compared == compared:
             return None
         return seen.rank, seen.shown

@@ -77,7 +77,7 @@ class GradientSum:
     @property
     def is_first(self) -> bool:
         """Whether the next gradient is the first one of the sum."""
-        return self._taken is None and self._has_none
+        return self._taken is None and not any([p.grad is not None for p in self._parameters])  # noqa: C419  # no call each
 
     def forget_if_cleared(self) -> None:
         """Free the sum if the gradients were cleared, or if the pass that took them failed."""
@@ -183,11 +183,6 @@ class GradientSum:
         pieces = torch.split(flat, self._pieces)
         return [pieces[index] for index in self._indices]
 
-    @property
-    def _has_none(self) -> bool:
-        """Whether no parameter has a gradient."""
-        return not any([p.grad is not None for p in self._parameters])  # noqa: C419  # no call each
-
     def _wait(self) -> None:
         marks, self._marks = self._marks, []
         for mark in marks:
@@ -228,15 +223,14 @@ class GradientSum:
         return not any(others)
 
     def _add_what_came_meanwhile(self, flat: torch.Tensor, taken: Sequence[bool]) -> None:
-        if self._has_none:
+        came = [(i, p.grad) for i, p in enumerate(self._parameters) if taken[i] and p.grad is not None]
+        if not came:
             return
         sums = flat if self._total is None else self._total
-        present = [(v, p.grad) for v, p in zip(self._chosen(sums, taken), self._parameters, strict=True)]
-        pairs = [(view, grad) for view, grad in present if view is not None and grad is not None]
-        if pairs:
-            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
-            if sums is not flat:
-                flat.copy_(sums)
+        views = self.views(sums)
+        torch._foreach_add_([views[i] for i, _ in came], [grad for _, grad in came])
+        if sums is not flat:
+            flat.copy_(sums)
 
 
 class LeafGradients:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from bmt_core.comm.protocols import Finished, Group, Work
+from bmt_core.comm.protocols import Group, Work
 from bmt_core.run.topology import Topology
 
 PRIORITY = -2
@@ -46,11 +46,14 @@ class Lane:
 
     def here(self) -> Mark:
         """Return the point that the computation has reached."""
-        return Finished()
+        return _Once(None, None)
 
     def after(self, mark: Mark) -> None:
         """Make all later work of the lane start after ``mark``."""
         mark.wait()
+
+    def follow(self) -> None:
+        """Make all later work of the lane start after the present work of the computation, which on the CPU is done."""
 
     def memory(self) -> AbstractContextManager[object]:
         """Inside, memory is allocated for the lane: see [Note: buffer lifetime]."""
@@ -82,6 +85,9 @@ class CudaLane(Lane):
         else:  # a mark of another class, whose wait() makes the current stream wait
             with _On(self.stream, self._device):
                 mark.wait()
+
+    def follow(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def memory(self) -> AbstractContextManager[object]:
         return _On(self.stream, self._device)
@@ -120,8 +126,8 @@ class _Once:
     Waiting again for a collective of gloo would write its result again, over what was added since.
     """
 
-    def __init__(self, work: Work, then: Callable[[], None] | None) -> None:
-        self._work: Work | None = work
+    def __init__(self, work: Work | None, then: Callable[[], None] | None) -> None:
+        self._work = work
         self._then = then
 
     def wait(self) -> None:

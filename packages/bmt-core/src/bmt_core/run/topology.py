@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Mapping
 
@@ -156,7 +157,7 @@ class Topology:
             f"Ranks {ranks} are no group of rank {self.rank} in the grid {self.sizes}. Was this pickled in a run with another grid?"
         )
 
-    @property
+    @functools.cached_property
     def data_rank(self) -> int:
         """Index of this rank among the ranks that see different data; ranks that see the same data have the same one."""
         index = 0
@@ -164,10 +165,15 @@ class Topology:
             index = index * self.sizes[name] + self.axis_rank(name)
         return index
 
-    @property
+    @functools.cached_property
     def data_size(self) -> int:
         """How many ranks see different data: the product of the axes that shard it."""
         return math.prod(self.sizes[name] for name in self._data_axes())
+
+    @property
+    def has_same_data(self) -> bool:
+        """Whether there are ranks that see the same data as this one."""
+        return any(self.sizes[name] > 1 for name in self.same_data_axes)
 
     @property
     def has_other_axes(self) -> bool:
