@@ -163,7 +163,7 @@ def test_after_a_product_that_failed_nothing_of_the_step_is_left() -> None:
     hold_back(training)
     first, second = training.postponed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightGradient, "added_to", lambda *args: fail_as_without_memory())
+        patch.setattr(WeightGradient, "add_to", lambda *args: fail_as_without_memory())
         with pytest.raises(Failure):
             first.compute()
     assert training.ledger.state == S.EMPTY

@@ -271,7 +271,7 @@ def test_memory_that_is_lent_is_copied_for_later(is_temporary: bool) -> None:
     grad.zero_()
     if is_temporary:
         gradient.check()
-        assert torch.equal(gradient.made(), torch.full((3, 2), 4.0))
+        assert torch.equal(gradient.computed(), torch.full((3, 2), 4.0))
     else:
         with pytest.raises(BmtError, match="modified by an in-place operation"):
             gradient.check()

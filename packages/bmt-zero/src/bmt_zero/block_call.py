@@ -139,10 +139,10 @@ class BlockCall:
                 if not has_gradient_hooks(self.groups[number].parameters):
                     self._gradients_of(number, keeps_products=True)
 
-    def take(self, location: Location, gradient: DeferredGradient) -> bool:
+    def accept(self, location: Location, gradient: DeferredGradient) -> bool:
         if not self.writes_directly or self.is_computing:
             return False
-        return self._gradients_of(location.group).take(location.position, gradient)
+        return self._gradients_of(location.group).accept(location.position, gradient)
 
     def reserve_gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         if not self.writes_directly or self.is_computing:
@@ -261,14 +261,14 @@ class BlockCall:
             own = slice(len(results), len(results) + len(group.parameters))
             if True in needed[own]:
                 # To which leaves this pass adds: all in backward(), none in autograd.grad(), some in backward(inputs=...).
-                taking = [
+                into_grad = [
                     need and (p.requires_grad if is_ordinary else accumulates(p))
                     for need, p in zip(needed[own], group.parameters, strict=True)
                 ]
-                if True in taking:
+                if True in into_grad:
                     self._watch_end_of_pass()
                 gradients = self._gradients_of(number)
-                results += gradients.end_backward(grads[own], needed[own], taking, reduces=self.use.last_backward)
+                results += gradients.end_backward(grads[own], needed[own], into_grad, reduces=self.use.last_backward)
             else:
                 results += [None] * len(group.parameters)
         return results

@@ -198,7 +198,7 @@ class BlockState:
             # not move memory that the optimizer holds.
             key = (index, parameter.dtype, parameter.requires_grad if index is None else None, process_group.ranks)
             kinds.setdefault(key, (process_group, []))[1].append(parameter)
-        made = [
+        groups = [
             ParameterGroup(
                 FlatParameters(
                     members, process_group=process_group, replicated=self.level == 0, device=current().device
@@ -211,11 +211,11 @@ class BlockState:
             for process_group, members in kinds.values()
         ]
         used = [p._flat_index for p in self.parameters() if p._flat_index is not None]
-        for number, group in enumerate(made, start=max(used, default=-1) + 1):
+        for number, group in enumerate(groups, start=max(used, default=-1) + 1):
             for parameter in group.parameters:
                 parameter.make_local(self.local_axes)
                 parameter._flat_index = number if parameter._flat_index is None else parameter._flat_index
-        return made
+        return groups
 
     def _process_group_of(self, parameter: nn.Parameter, slots: list[Slot]) -> Group:
         topology = current().topology

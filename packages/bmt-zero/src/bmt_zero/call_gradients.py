@@ -40,7 +40,7 @@ class CallGradients:
         self._reduces = False
         self._tickets: list[object] = []
 
-    def take(self, index: int, product: DeferredGradient) -> bool:
+    def accept(self, index: int, product: DeferredGradient) -> bool:
         """Write or keep ``product``, the gradient of parameter ``index``. False: the layer must return it to autograd."""
         if self._flat is not None:
             return self._flat.write(index, product)
@@ -53,28 +53,28 @@ class CallGradients:
         return None if self._flat is None else self._flat.reserve(index)
 
     def end_backward(
-        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], taking: Sequence[bool], *, reduces: bool
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool], into_grad: Sequence[bool], *, reduces: bool
     ) -> Sequence[torch.Tensor | None]:
         """Reduce the gradients, hold them back, or postpone them. Return those that autograd must use itself. Collective.
 
-        ``grads`` are those that autograd has computed. ``needed``: which gradients it asks for; ``taking``: which of them
+        ``grads`` are those that autograd has computed. ``needed``: which gradients it asks for; ``into_grad``: which of them
         go to ``.grad``. Without ``reduces`` they are held back.
         """
-        if True not in taking:
+        if True not in into_grad:
             flat = self._flat or FlatGradients(self._group.flat, self._ledger.new_flat())
             full = flat.complete(grads, needed)
-            return self._group.end_gradients(full, needed, is_taking=False)
+            return self._group.end_gradients(full, needed, into_grad=False)
         if self._flat is not None:
-            full = self._flat.complete(grads, taking)
-            return self._group.end_gradients(full, taking, is_taking=True, reduces=reduces)
+            full = self._flat.complete(grads, into_grad)
+            return self._group.end_gradients(full, into_grad, into_grad=True, reduces=reduces)
         may_be_freed = [g is not None and not g.is_sparse and self._may_be_freed(g) for g in grads]
         self._grads = [g.clone() if g is not None and may else g for g, may in zip(grads, may_be_freed, strict=True)]
-        self._needed, self._reduces = taking, reduces
-        self._tickets = [self._ledger.postpone(taking)]
+        self._needed, self._reduces = into_grad, reduces
+        self._tickets = [self._ledger.postpone(into_grad)]
         if postponing.gradients is not None:
             postponing.gradients.add(self)
         else:
-            self._reduces = reduces or self._ledger.sum.is_taking
+            self._reduces = reduces or self._ledger.sum.is_adding
             self.check()
             self._compute()
         return [None] * len(needed)
@@ -139,8 +139,8 @@ class CallGradients:
         try:
             for index, product in self._sums():
                 if not flat.write(index, product):
-                    made, grad = product.made(), self._grads[index]
-                    self._grads[index] = made if grad is None else grad + made
+                    gradient, others = product.computed(), self._grads[index]
+                    self._grads[index] = gradient if others is None else others + gradient
             full = flat.complete(self._grads, self._needed)
         except BaseException:
             self._ledger.drop()
@@ -185,9 +185,9 @@ class FlatGradients:
         if not self._takes:
             return False
         if self._is_written[index]:
-            gradient.added_to(self._views[index])
+            gradient.add_to(self._views[index])
         else:
-            gradient.into(self._views[index])
+            gradient.write_to(self._views[index])
             self._is_written[index] = True
         return True
 
@@ -198,16 +198,16 @@ class FlatGradients:
         self._reserved.add(index)
         return self._views[index]
 
-    def complete(self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]) -> torch.Tensor:
+    def complete(self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]) -> torch.Tensor:
         """Add ``grads`` to what layers have written, and return the flat tensor.
 
-        Where a gradient is not ``wanted`` it is zero; but a sum keeps its values there.
+        Where a gradient is not ``needed`` it is zero; but a sum keeps its values there.
         """
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         empty = list(self._gaps)
-        for view, grad, want, written in zip(self._views, grads, wanted, self._is_written, strict=True):
-            if not want or (grad is None and not written):
+        for view, grad, need, written in zip(self._views, grads, needed, self._is_written, strict=True):
+            if not need or (grad is None and not written):
                 empty.append(view)
             elif grad is not None and not (grad.data_ptr() == view.data_ptr() and self._reserved):
                 (added if written else copied).append((view, grad.to_dense() if grad.is_sparse else grad))

@@ -52,7 +52,7 @@ class GradientCall(Protocol):
     def begin_backward(self) -> None:
         """Gather the whole parameters, unless they are there."""
 
-    def take(self, location: Location, gradient: DeferredGradient) -> bool:
+    def accept(self, location: Location, gradient: DeferredGradient) -> bool:
         """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: the layer must return it instead."""
 
 
@@ -174,15 +174,15 @@ class DeferredGradient:
     def __init__(self, *factors: torch.Tensor) -> None:
         self.factors = factors
 
-    def made(self) -> torch.Tensor:
+    def computed(self) -> torch.Tensor:
         """Return the gradient."""
         raise NotImplementedError
 
-    def into(self, destination: torch.Tensor) -> None:
+    def write_to(self, destination: torch.Tensor) -> None:
         """Write the gradient into ``destination``."""
         raise NotImplementedError
 
-    def added_to(self, destination: torch.Tensor) -> None:
+    def add_to(self, destination: torch.Tensor) -> None:
         """Add the gradient to ``destination``."""
         raise NotImplementedError
 
@@ -213,10 +213,10 @@ class DeferredGradient:
 class WeightGradient(DeferredGradient):
     """The product of the transposed gradient of the output (out, n) and the input (n, in)."""
 
-    def made(self) -> torch.Tensor:
+    def computed(self) -> torch.Tensor:
         return torch.mm(*self.factors)
 
-    def into(self, destination: torch.Tensor) -> None:
+    def write_to(self, destination: torch.Tensor) -> None:
         """See :class:`DeferredGradient`. On CUDA the product of half types is written to a float32 destination without rounding."""
         grad, input = self.factors
         if destination.dtype == grad.dtype:
@@ -226,8 +226,8 @@ class WeightGradient(DeferredGradient):
         else:  # torch has wide products of half types on CUDA only
             destination.copy_(torch.mm(grad, input))
 
-    def added_to(self, destination: torch.Tensor) -> None:
-        """See :class:`DeferredGradient`, and :meth:`into` about float32."""
+    def add_to(self, destination: torch.Tensor) -> None:
+        """See :class:`DeferredGradient`, and :meth:`write_to` about float32."""
         grad, input = self.factors
         if destination.dtype == grad.dtype:
             destination.addmm_(grad, input)
@@ -244,7 +244,7 @@ class WeightGradient(DeferredGradient):
 class BiasGradient(DeferredGradient):
     """The sum of the rows of the gradient of the output (n, out), or of several such gradients."""
 
-    def made(self) -> torch.Tensor:
+    def computed(self) -> torch.Tensor:
         first, *others = self.factors
         if not others:
             return first.sum(0)
@@ -253,15 +253,15 @@ class BiasGradient(DeferredGradient):
             total += other.sum(0, dtype=total.dtype)
         return total.to(first.dtype)
 
-    def into(self, destination: torch.Tensor) -> None:
+    def write_to(self, destination: torch.Tensor) -> None:
         if len(self.factors) == 1:
             torch.sum(self.factors[0], 0, out=destination)
         elif destination.dtype == summation_dtype(destination.dtype):
-            self.added_to(destination.zero_())
+            self.add_to(destination.zero_())
         else:
-            destination.copy_(self.made())
+            destination.copy_(self.computed())
 
-    def added_to(self, destination: torch.Tensor) -> None:
+    def add_to(self, destination: torch.Tensor) -> None:
         for grad in self.factors:
             destination += grad.sum(0, dtype=destination.dtype)
 
@@ -271,7 +271,7 @@ class BiasGradient(DeferredGradient):
 
 def _written(call: GradientCall | None, location: Location, gradient: DeferredGradient) -> torch.Tensor | None:
     """Pass ``gradient`` to ``call`` and return None, or compute and return it if autograd needs it."""
-    return None if call is not None and call.take(location, gradient) else gradient.made()
+    return None if call is not None and call.accept(location, gradient) else gradient.computed()
 
 
 def direct_linears(

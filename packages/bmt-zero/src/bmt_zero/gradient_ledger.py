@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from enum import Flag, auto
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ class GradientLedger:
     @property
     def state(self) -> GradientState:
         """The states that hold now. A cleared ``.grad`` counts once it was noticed."""
-        sums = GradientState.REDUCING if self.sum.is_taking else GradientState.READY
+        sums = GradientState.REDUCING if self.sum.is_adding else GradientState.READY
         return (
             (GradientState.EMPTY if self._held_back is None else GradientState.HELD_BACK)
             | (GradientState.POSTPONED if self._tickets else GradientState.EMPTY)
@@ -181,13 +182,13 @@ class GradientLedger:
         dtype = self._output_dtype(full)
         reduced = self._output_for(full, dtype, stays=dtype == self._flat.dtype and self.sum.is_first)
         division = self._division(full, reduced)
-        then = self.sum.take(reduced, needed, division.after)
+        then = self.sum.add(reduced, needed, division.after)
         if self._is_alone and then is None and division.before == 1:
             done = None  # with one rank ``full`` is the sum already
         else:
             self._lane.follow()
             with named_in_trace(f"reduce {self._name}"):
-                done = self._lane.run(lambda: self._start(reduced, full, division), then)
+                done = self._lane.run(partial(self._start, reduced, full, division), then)
             self.in_flight.keep(self._name, full, done)
             self.sum.ready_at(done)
         if self.watcher is not None and self.sum.flat is not None:
@@ -206,7 +207,7 @@ class GradientLedger:
         reduced = self._output_for(full, self._output_dtype(full), stays=True)
         division = self._division(full, reduced)
         self._lane.follow()
-        self._lane.run(lambda: self._start(reduced, full, division)).wait()
+        self._lane.run(partial(self._start, reduced, full, division)).wait()
         return reduced if division.after == 1 else reduced.mul_(division.after)
 
     def hold_back(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
@@ -298,7 +299,7 @@ class GradientLedger:
             return
         self._unwatched.clear()
         parameters = self._flat.parameters
-        missing = [p for p, wanted in zip(parameters, self._needed, strict=True) if wanted and p.grad is None]
+        missing = [p for p, need in zip(parameters, self._needed, strict=True) if need and p.grad is None]
         if missing:
             zeros = dict(zip(parameters, self.sum.views(torch.zeros_like(self._flat.shard)), strict=True))
             for parameter in missing:  # .data has a version of its own, so that each can be cleared by itself

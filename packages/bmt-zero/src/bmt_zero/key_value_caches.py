@@ -58,10 +58,10 @@ def _is_cache(value: Any) -> bool:
 
 def _copied(value: Any, is_written: bool = False) -> Any:
     if _is_cache(value):
-        made = copy.copy(value)
+        copied = copy.copy(value)
         is_written = bool(getattr(value, "is_compileable", False))
-        made.__dict__.update({name: _copied(held, is_written) for name, held in vars(value).items()})
-        return made
+        copied.__dict__.update({name: _copied(held, is_written) for name, held in vars(value).items()})
+        return copied
     if type(value) in (list, tuple):
         return type(value)(_copied(item, is_written) for item in value)
     if type(value) is dict:

@@ -114,40 +114,40 @@ class ParameterGroup:
     def end_gradients(
         self,
         full: torch.Tensor,
-        wanted: Sequence[bool],
+        needed: Sequence[bool],
         *,
-        is_taking: bool,
+        into_grad: bool,
         reduces: bool = True,
         present: Callable[[torch.Tensor], Sequence[bool]] | None = None,
     ) -> Sequence[torch.Tensor | None]:
         """Reduce ``full``, the flat whole gradients of one backward, or hold them back. Collective if they are reduced.
 
         Return the gradients that autograd must use itself: for the user's hooks, or all if they do not go to ``.grad`` (not
-        ``is_taking``). ``present`` tells of the reduced sum which of the ``wanted`` gradients any rank has.
+        ``into_grad``). ``present`` tells of the reduced sum which of the ``needed`` gradients any rank has.
         """
         # Whether the user watches gradients of these parameters, so that each must reach autograd.
         ledger, is_hooked = self.ledger, has_gradient_hooks(self.parameters)
-        if is_taking and not is_hooked and present is None:
-            if reduces or ledger.sum.is_taking:
-                self.reduce(full, wanted)
+        if into_grad and not is_hooked and present is None:
+            if reduces or ledger.sum.is_adding:
+                self.reduce(full, needed)
             else:
-                ledger.hold_back(full, wanted)
-            return [None] * len(wanted)
+                ledger.hold_back(full, needed)
+            return [None] * len(needed)
         self._expect_update()
-        reduced = ledger.reduce_now(full, completes=is_taking)
+        reduced = ledger.reduce_now(full, completes=into_grad)
         if present is not None:
-            wanted = [want and there for want, there in zip(wanted, present(reduced), strict=True)]
-        if not is_taking:
-            return ledger.sum.rounded(reduced, wanted)
+            needed = [need and there for need, there in zip(needed, present(reduced), strict=True)]
+        if not into_grad:
+            return ledger.sum.rounded(reduced, needed)
         if is_hooked:
-            return ledger.sum.seen_by_hooks(reduced, wanted)
-        ledger.sum.take_now(reduced, wanted)
-        return [None] * len(wanted)
+            return ledger.sum.seen_by_hooks(reduced, needed)
+        ledger.sum.add_now(reduced, needed)
+        return [None] * len(needed)
 
-    def reduce(self, full: torch.Tensor, wanted: Sequence[bool]) -> None:
+    def reduce(self, full: torch.Tensor, needed: Sequence[bool]) -> None:
         """Start to reduce ``full``, flat whole gradients. Collective."""
         self._expect_update()
-        self.ledger.reduce(full, wanted)
+        self.ledger.reduce(full, needed)
 
     def _expect_update(self) -> None:
         # An update usually follows a reduction. Every rank knows of the reduction, so all ranks gather again.

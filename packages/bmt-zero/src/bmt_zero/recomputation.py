@@ -61,7 +61,7 @@ class Recomputation:
         self._versions = _versions_of(self._inputs)
         self._buffers = BuffersBeforeForward(buffers)
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
-        self._made: list[tuple[torch.Tensor, int] | None] = []
+        self._recomputed: list[tuple[torch.Tensor, int] | None] = []
         self._layers = 0
         self._last: tuple[int, int] | None = None
         self._random = _RandomNumbers(device)
@@ -82,14 +82,14 @@ class Recomputation:
 
     def clear(self) -> None:
         """Free the recomputed tensors. Called when the backward pass is over."""
-        self._made = []
+        self._recomputed = []
 
     def before_layer(self, input: torch.Tensor) -> int:
         """Called before a layer saves ``input`` and computes. Ends a recomputation if backward needs no tensor after ``input``."""
         self._layers += 1
         if not self.is_running:
             return len(self._kinds)
-        if self._last == (self._layers, len(self._made)) and len(self._made) + 1 == len(self._kinds):
+        if self._last == (self._layers, len(self._recomputed)) and len(self._recomputed) + 1 == len(self._kinds):
             self._keep(input)
         return 0
 
@@ -104,19 +104,19 @@ class Recomputation:
         return len(self._kinds) - 1
 
     def _hand_out(self, index: int) -> torch.Tensor:
-        made = self._made[index] if index < len(self._made) else None
-        if made is None:
-            self._made = []
-            self._make()
-            made = self._made[index]
-            assert made is not None
-        self._made[index] = None
-        tensor, version = made
+        saved = self._recomputed[index] if index < len(self._recomputed) else None
+        if saved is None:
+            self._recomputed = []
+            self._recompute()
+            saved = self._recomputed[index]
+            assert saved is not None
+        self._recomputed[index] = None
+        tensor, version = saved
         if tensor._version != version:
             raise _modified(tensor, version)
         return tensor
 
-    def _make(self) -> None:
+    def _recompute(self) -> None:
         if _versions_of(self._inputs) != self._versions:
             raise BmtError(
                 "An input of a block was modified in place after the block's forward, so the block would be recomputed"
@@ -142,26 +142,26 @@ class Recomputation:
                 self._compute(self._call, self, self._function, *inputs)
         except (_Complete, RuntimeError):
             # Inside a function of torch.jit.script, _Complete becomes a RuntimeError.
-            if len(self._made) < len(self._kinds):
+            if len(self._recomputed) < len(self._kinds):
                 raise
         finally:
             self.is_running = False
             self._layers = layers
-        if len(self._made) < len(self._kinds):
+        if len(self._recomputed) < len(self._kinds):
             raise BmtError(
-                f"A block saved {len(self._made)} tensors for backward when it was recomputed, but {len(self._kinds)} in its"
+                f"A block saved {len(self._recomputed)} tensors for backward when it was recomputed, but {len(self._kinds)} in its"
                 " forward. Its forward must depend on its arguments, parameters and torch's random numbers only; or set"
                 " use_checkpoint=False."
             )
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        index, needed = len(self._made), len(self._kinds)
+        index, needed = len(self._recomputed), len(self._kinds)
         if index == needed:
             raise _Complete
         tensor = tensor.detach()  # an operation that saves its own result must not keep itself alive
         if self._buffers.are_rewritten:
             tensor = self._buffers.with_own_memory(tensor)
-        self._made.append((tensor, tensor._version))
+        self._recomputed.append((tensor, tensor._version))
         if (tensor.shape, tensor.dtype) != self._kinds[index]:
             shape, dtype = self._kinds[index]
             raise BmtError(

@@ -52,20 +52,20 @@ class RootGroup(ParameterGroup):
         return self.call.read(parameter)
 
     def reduce_whole(
-        self, grads: Sequence[torch.Tensor | None], wanted: Sequence[bool]
+        self, grads: Sequence[torch.Tensor | None], needed: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """Reduce the ``wanted`` gradients among ``grads``. Return those that go to autograd and not into ``.grad``. Collective."""
-        taking = [want and accumulates(p) for want, p in zip(wanted, self.parameters, strict=True)]
-        is_taking = True in taking
-        wanted = taking if is_taking else wanted
-        grads = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
-        is_missing = any(want and grad is None for want, grad in zip(wanted, grads, strict=True))
+        """Reduce the ``needed`` gradients among ``grads``. Return those that go to autograd and not into ``.grad``. Collective."""
+        accumulated = [need and accumulates(p) for need, p in zip(needed, self.parameters, strict=True)]
+        into_grad = True in accumulated
+        needed = accumulated if into_grad else needed
+        grads = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+        is_missing = any(need and grad is None for need, grad in zip(needed, grads, strict=True))
         self.ledger.in_flight.make_room()
         full = self.flat.rows_of(grads, self.ledger.wire_dtype)
-        if is_taking:
+        if into_grad:
             when_backward_ends(self._finish)
         present = self.flat.present if is_missing else None  # see [Note: gradients that are missing]
-        return self.end_gradients(full, wanted, is_taking=is_taking, present=present)
+        return self.end_gradients(full, needed, into_grad=into_grad, present=present)
 
     def _finish(self) -> None:
         self.ledger.end_pass()
@@ -140,8 +140,8 @@ class _GatherGroups(torch.autograd.Function):
         for group in ctx.groups:
             own = slice(len(results), len(results) + len(group.parameters))
             pairs = zip(needed[own], group.parameters, strict=True)
-            wanted = [need and id(p) in ctx.was_read for need, p in pairs]
-            results += group.reduce_whole(grads[own], wanted) if True in wanted else [None] * len(wanted)
+            of_group = [need and id(p) in ctx.was_read for need, p in pairs]
+            results += group.reduce_whole(grads[own], of_group) if True in of_group else [None] * len(of_group)
         return None, None, *results
 
 

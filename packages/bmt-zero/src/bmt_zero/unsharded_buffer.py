@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 
 import torch
 
@@ -77,16 +78,16 @@ class UnshardedBuffer:
     def gather(self, name: str) -> None:
         """Start to fill the buffer from all ranks' shards; ``name`` shows in a profiler's trace. Collective."""
         if self.state is BufferState.FREED:
+            gathered_memory.change(self._flat.full_bytes, self._run)
             with self._lane.memory():
                 self.tensor.untyped_storage().resize_(self._flat.full_bytes)
-            gathered_memory.change(self._flat.full_bytes, self._run)
         elif self._read_until is not None:
             self._lane.after(self._read_until)
             self._read_until = None
         if not self._purpose:
             self._purpose = f"for {self._flat.labels}"
         with call_purpose(self._purpose), named_in_trace(f"gather {name}"):
-            self._arrival = self._lane.run(lambda: self._flat.process_group.all_gather(self._writer, self._flat.shard))
+            self._arrival = self._lane.run(partial(self._flat.process_group.all_gather, self._writer, self._flat.shard))
         self.state = BufferState.IN_FLIGHT
 
     def wait(self) -> None:
@@ -142,9 +143,9 @@ class UnshardedBuffer:
         if self._arrival is not None:
             self._lane.after(self._arrival)
             self._arrival = None
+        gathered_memory.change(-self._flat.full_bytes, self._run)
         self._lane.follow()  # [Note: buffer lifetime] in bmt_core.run.lanes
         self.tensor.untyped_storage().resize_(0)
-        gathered_memory.change(-self._flat.full_bytes, self._run)
         self.state = BufferState.FREED
 
     def discard(self) -> None:

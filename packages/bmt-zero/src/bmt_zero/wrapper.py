@@ -211,6 +211,6 @@ def _shard_alone(parameter: nn.Parameter) -> DistributedParameter:
     shard = whole_tensor_shard(parameter.shape, runtime.topology.shard_group())
     with torch.no_grad():
         whole = parameter.detach()
-        made = make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))
-    note_first_values(made, whole, is_filled=has_values(made))
-    return made
+        sharded = make_distributed(parameter, shard, own_part(parameter, shard, runtime.device))
+    note_first_values(sharded, whole, is_filled=has_values(sharded))
+    return sharded

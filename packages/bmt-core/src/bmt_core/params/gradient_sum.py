@@ -8,7 +8,7 @@ So both forms of ``zero_grad`` work, those of a model and of any optimizer. The 
 :class:`GradientSum` of other parameters, or of fewer, is the next to add to one of them, it adds to that float32 sum.
 
 [Note: when .grad appears] A reduction runs in a lane while the backward pass goes on. Autograd adds to ``.grad`` on the
-computation's stream, and must not touch memory that the lane still writes. So :meth:`GradientSum.take` sets ``.grad`` to None for
+computation's stream, and must not touch memory that the lane still writes. So :meth:`GradientSum.add` sets ``.grad`` to None for
 the rest of the pass. When the pass ends, ``.grad`` is set to the complete sum, which includes what autograd has added meanwhile
 (from a penalty on the shards themselves, for example). After a pass that failed, such a ``.grad`` stays None.
 """
@@ -71,23 +71,23 @@ class GradientSum:
         self._total: torch.Tensor | None = None  # the float32 sum; _flat is this sum rounded
         self._given: list[bool] = []  # which .grad are views of _flat
         self.witness: GradientWitness | None = None  # of each .grad that it has seen last
-        self._taken: list[bool] | None = None  # which gradients the pass under way has taken
-        self._marks: list[Mark] = []  # after which the lane has added what was taken, in order
+        self._added: list[bool] | None = None  # which gradients the pass under way has added
+        self._marks: list[Mark] = []  # after which the lane has added what was added, in order
 
     @property
     def is_first(self) -> bool:
         """Whether the next gradient is the first one of the sum."""
-        return self._taken is None and not any([p.grad is not None for p in self._parameters])  # noqa: C419  # no call each
+        return self._added is None and not any([p.grad is not None for p in self._parameters])  # noqa: C419  # no call each
 
     def forget_if_cleared(self) -> None:
         """Free the sum if the gradients were cleared, or if the pass that took them failed."""
-        if self._taken is not None and backward_pass() == -1:
+        if self._added is not None and backward_pass() == -1:
             self._wait()
-            self._taken = self._flat = self._total = self.witness = None
+            self._added = self._flat = self._total = self.witness = None
         if self._flat is not None and self.is_first:
             self._flat = self._total = self.witness = None
 
-    def take(self, reduced: torch.Tensor, needed: Sequence[bool], factor: float = 1.0) -> Callable[[], None] | None:
+    def add(self, reduced: torch.Tensor, needed: Sequence[bool], factor: float = 1.0) -> Callable[[], None] | None:
         """Take the gradients out of ``.grad``, and return a function that adds ``reduced * factor`` to the sum; the lane calls it.
 
         ``reduced`` is flat, of the parameters' dtype or float32, and zero where ``needed`` is False. If it is the first gradient
@@ -96,16 +96,16 @@ class GradientSum:
         """
         dtype = self._parameters[0].dtype
         if self.is_first:
-            self._taken, self._total = list(needed), None
+            self._added, self._total = list(needed), None
             if reduced.dtype == dtype:
                 self._flat = reduced
                 return None if factor == 1 else lambda: _multiply(reduced, factor)
             self._flat = flat = torch.empty_like(reduced, dtype=dtype)
             return lambda: _copy(flat, reduced, factor)
-        if self._taken is None:
-            self._take_present(needed)
+        if self._added is None:
+            self._begin_with_present(needed)
         else:
-            self._taken = [a or b for a, b in zip(self._taken, needed, strict=True)]
+            self._added = [a or b for a, b in zip(self._added, needed, strict=True)]
         assert self._flat is not None
         flat, total, starts = self._flat, self._total, False
         if total is None and dtype.itemsize < 4:
@@ -113,21 +113,21 @@ class GradientSum:
             starts = True
         return lambda: _add(flat, total, reduced, factor, starts=starts)
 
-    def take_now(self, reduced: torch.Tensor, needed: Sequence[bool]) -> None:
-        """Like :meth:`take`, for a complete ``reduced``, which is added at once on the computation's stream."""
-        add = self.take(reduced, needed)
+    def add_now(self, reduced: torch.Tensor, needed: Sequence[bool]) -> None:
+        """Like :meth:`add`, for a complete ``reduced``, which is added at once on the computation's stream."""
+        add = self.add(reduced, needed)
         if add is not None:
-            self._wait()  # the lane may still write what was taken before in this pass
+            self._wait()  # the lane may still write what was added before in this pass
             add()
 
     def ready_at(self, mark: Mark) -> None:
-        """Note the mark after which the function that :meth:`take` returned has run."""
+        """Note the mark after which the function that :meth:`add` returned has run."""
         self._marks.append(mark)
 
     @property
-    def is_taking(self) -> bool:
-        """Whether :meth:`take` was called in the current pass, so that ``.grad`` is set when it ends."""
-        return self._taken is not None
+    def is_adding(self) -> bool:
+        """Whether :meth:`add` was called in the current pass, so that ``.grad`` is set when it ends."""
+        return self._added is not None
 
     @property
     def flat(self) -> torch.Tensor | None:
@@ -135,20 +135,20 @@ class GradientSum:
         return self._flat
 
     def finish(self) -> None:
-        """Wait for the lane and put the sum into ``.grad``. Does nothing if nothing was taken."""
-        if self._taken is not None:
+        """Wait for the lane and put the sum into ``.grad``. Does nothing if nothing was added."""
+        if self._added is not None:
             for parameter, view in zip(self._parameters, self.hand_over(), strict=True):
                 if view is not None:
                     parameter.grad = view
 
     def hand_over(self) -> list[torch.Tensor | None]:
-        """Return the gradients that were taken, complete. The computation waits for the lane."""
-        taken, flat = self._taken, self._flat
-        assert taken is not None and flat is not None
+        """Return the gradients that were added, complete. The computation waits for the lane."""
+        added, flat = self._added, self._flat
+        assert added is not None and flat is not None
         self._wait()
-        self._taken, self._given = None, taken
-        views = self._chosen(flat, taken)
-        self._add_what_came_meanwhile(flat, taken)
+        self._added, self._given = None, added
+        views = self._chosen(flat, added)
+        self._add_what_came_meanwhile(flat, added)
         if self._total is not None:
             keep_float32_sum(flat, self._total)
         self.witness = GradientWitness(self._parameters, views)
@@ -156,22 +156,20 @@ class GradientSum:
 
     def watch(self, left: Sequence[torch.Tensor | None]) -> None:
         """Let :attr:`witness` remember ``left``, each parameter's ``.grad`` as it is now, or None to leave it out."""
-        if (
-            self._taken is not None
-        ):  # a pass has failed: the lane still writes, and :meth:`forget_if_cleared` will follow
+        if self._added is not None:  # a pass has failed: the lane still writes, and forget_if_cleared() will follow
             return
         if self.witness is not None and not self.witness.unchanged():
             self._flat = self._total = None  # the gradients are no longer this sum
         self.witness = GradientWitness(self._parameters, left)
 
     def seen_by_hooks(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return the gradients for autograd, which passes them through the user's hooks to ``.grad``. Used instead of :meth:`take`.
+        """Return the gradients for autograd, which passes them through the user's hooks to ``.grad``. Used instead of :meth:`add`.
 
         ``reduced`` is complete. For a half type the result is the whole sum, including the old ``.grad``, which is None meanwhile.
         """
         if reduced.dtype == self._parameters[0].dtype and reduced.dtype.itemsize >= 4:
             return self._chosen(reduced, needed)
-        self.take_now(reduced, needed)
+        self.add_now(reduced, needed)
         return self.hand_over()
 
     def rounded(self, reduced: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
@@ -188,14 +186,14 @@ class GradientSum:
         for mark in marks:
             mark.wait()
 
-    def _chosen(self, flat: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
-        return [view if yes else None for view, yes in zip(self.views(flat), wanted, strict=True)]
+    def _chosen(self, flat: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
+        return [view if yes else None for view, yes in zip(self.views(flat), needed, strict=True)]
 
-    def _take_present(self, needed: Sequence[bool]) -> None:
+    def _begin_with_present(self, needed: Sequence[bool]) -> None:
         if not self._is_ours(needed):
             device = self._parameters[0].device
             self._flat = torch.zeros(sum(self._pieces), dtype=self._parameters[0].dtype, device=device)
-            grads = [p.grad if wanted else None for p, wanted in zip(self._parameters, needed, strict=True)]
+            grads = [p.grad if need else None for p, need in zip(self._parameters, needed, strict=True)]
             wide = [None if grad is None else float32_sum_of(grad) for grad in grads]
             has_wide = any(total is not None for total in wide)
             self._total = torch.zeros_like(self._flat, dtype=torch.float32) if has_wide else None
@@ -207,9 +205,9 @@ class GradientSum:
             ]
             if pairs:  # empty if only parameters that were frozen meanwhile have gradients
                 torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-        self._taken = list(needed)
-        for parameter, wanted in zip(self._parameters, needed, strict=True):
-            if wanted:
+        self._added = list(needed)
+        for parameter, need in zip(self._parameters, needed, strict=True):
+            if need:
                 parameter.grad = None
 
     def _is_ours(self, needed: Sequence[bool]) -> bool:
@@ -217,13 +215,13 @@ class GradientSum:
         if self._flat is None or self.witness is None or not self.witness.unchanged():
             return False
         others = [
-            (given and not wanted) or (wanted and not given and p.grad is not None)
-            for given, wanted, p in zip(self._given, needed, self._parameters, strict=True)
+            (given and not need) or (need and not given and p.grad is not None)
+            for given, need, p in zip(self._given, needed, self._parameters, strict=True)
         ]
         return not any(others)
 
-    def _add_what_came_meanwhile(self, flat: torch.Tensor, taken: Sequence[bool]) -> None:
-        came = [(i, p.grad) for i, p in enumerate(self._parameters) if taken[i] and p.grad is not None]
+    def _add_what_came_meanwhile(self, flat: torch.Tensor, added: Sequence[bool]) -> None:
+        came = [(i, p.grad) for i, p in enumerate(self._parameters) if added[i] and p.grad is not None]
         if not came:
             return
         sums = flat if self._total is None else self._total
@@ -238,13 +236,13 @@ class LeafGradients:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         self._total: torch.Tensor | None = None
-        leaf.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch annotates nothing
+        leaf.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]  # torch annotates nothing
 
     def rounded(self, like: torch.Tensor) -> torch.Tensor:
         """Return the sum in the dtype of ``like``; zeros if there was no gradient."""
         return torch.zeros_like(like) if self._total is None else self._total.to(like.dtype)
 
-    def _take(self, leaf: torch.Tensor) -> None:
+    def _add(self, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         if self._total is None or grad is None:
             self._total = grad

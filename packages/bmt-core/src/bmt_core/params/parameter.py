@@ -484,14 +484,14 @@ def _leave_meta(parameter: torch.nn.Parameter, device: torch.device) -> None:
     swap_memory(parameter, other)
 
 
-def take_now(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
+def add_to_gradient(parameter: DistributedParameter, reduced: torch.Tensor) -> torch.Tensor | None:
     """Add ``reduced``, this rank's part of the summed gradient, to ``.grad``; or return it if autograd must use it itself."""
     gradient = parameter._gradient_sum()
     if not accumulates(parameter):
         return gradient.rounded(reduced, [True])[0]
     if has_gradient_hooks([parameter]):
         return gradient.seen_by_hooks(reduced, [True])[0]
-    gradient.take_now(reduced, [True])
+    gradient.add_now(reduced, [True])
     when_backward_ends(gradient.finish)
     return None
 
@@ -518,7 +518,7 @@ class _Gather(torch.autograd.Function):
         parameter._check_own_gradient(grad)
         with call_purpose(f"for the gradient of {parameter.description}"):
             reduced = parameter._shard.reduce(grad, current().gradient_divisor)
-        return take_now(parameter, reduced), None, None
+        return add_to_gradient(parameter, reduced), None, None
 
 
 def _rebuild(
