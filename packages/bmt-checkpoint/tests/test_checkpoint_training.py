@@ -17,7 +17,7 @@ import torch
 
 import bmt_checkpoint
 import bmt_core
-from bmt_checkpoint.random_state import own_place, random_states, restore_random_states
+from bmt_checkpoint.random_state import own_coordinates, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
 from bmt_testing import run_ranks
 
@@ -173,7 +173,7 @@ def test_every_kind_of_generator_is_restored() -> None:
     numpy.random.randn()
     states = random_states()
     first = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
-    assert restore_random_states([states], [own_place()], 0, [own_place()]) == []
+    assert restore_random_states([states], [own_coordinates()], 0, [own_coordinates()]) == []
     second = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
     assert first == second
 

@@ -79,10 +79,10 @@ class _Reader(CheckpointReader):
             if name not in entries or not str(path[0]).endswith(EXTRA_STATE):
                 continue
             entry = entries.pop(name)
-            place, keys = found, list(path)
+            holder, keys = found, list(path)
             for key in keys[:-1]:
-                place = place.setdefault(key, {})
-            place[keys[-1]] = self._load(
+                holder = holder.setdefault(key, {})
+            holder[keys[-1]] = self._load(
                 name, None if entry is None else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             )
         return found

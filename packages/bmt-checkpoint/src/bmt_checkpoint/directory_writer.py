@@ -73,8 +73,8 @@ class DirectorySave:
             with collective_section(group, self._what):
                 if group.rank == 0:
                     plan = self._make_files()
-            self._names, self._ending, self._places = broadcast_object(plan, group)
-            added = dict.fromkeys(self._places, 0)
+            self._names, self._ending, self._offsets = broadcast_object(plan, group)
+            added = dict.fromkeys(self._offsets, 0)
             while own is not None:
                 with collective_section(group, self._what):
                     self._write_own(own, group, added)
@@ -108,24 +108,24 @@ class DirectorySave:
             except OSError as error:
                 raise CheckpointError(cannot_write(self._folder / name, error)) from error
         layouts = enumerate(self._layouts)
-        places = {name: (number, layout.place_of(name)) for number, layout in layouts for name in layout.names}
-        return self._names, self._ending, places
+        offsets = {name: (number, layout.offset_of(name)) for number, layout in layouts for name in layout.names}
+        return self._names, self._ending, offsets
 
     def _write_own(self, parts: Sequence[OwnPart], group: Group, added: dict[str, int]) -> None:
         """Write ``parts``, in the order of the files; put their contribution to the checksum of each tensor into ``added``."""
 
         def order(part: OwnPart) -> tuple[int, int]:
-            number, place = self._places[part.name]
-            return (number - group.rank) % len(self._names), place  # so that ranks begin with different files
+            number, offset = self._offsets[part.name]
+            return (number - group.rank) % len(self._names), offset  # so that ranks begin with different files
 
         for turn, of_file in groupby(sorted(parts, key=order), key=lambda part: order(part)[0]):
             name = self._names[(turn + group.rank) % len(self._names)]
             try:
                 with RangeWriter(self._temporary(name)) as file:
                     for part in of_file:
-                        _, place = self._places[part.name]
+                        _, offset = self._offsets[part.name]
                         size = _bytes(self._state.index.entries[part.name])
-                        added[part.name] = file.write_part(place, part.on_host(), part.ranges, size)
+                        added[part.name] = file.write_part(offset, part.on_host(), part.ranges, size)
             except FileNotFoundError as error:
                 raise CheckpointError(
                     f"{self._folder} of this rank is not that of rank 0, which made files in it that are not there. Save to a"
@@ -136,7 +136,7 @@ class DirectorySave:
 
     def _publish(self, checksums: Sequence[int]) -> None:
         """Complete the files, replace the index, and delete the files that it does not name. Called on rank 0."""
-        by_name = dict(zip(self._places, checksums, strict=True))
+        by_name = dict(zip(self._offsets, checksums, strict=True))
         try:
             for name, layout in zip(self._names, self._layouts, strict=True):
                 with RangeWriter(self._temporary(name)) as file:
@@ -163,7 +163,7 @@ class DirectorySave:
                 "total_size": sum(_bytes(entry) for entry in own.values()),
                 MANIFEST: {name: file_summary(self._folder / name) for name in self._names},
             },
-            "weight_map": {name: self._names[self._places[name][0]] for name in own},
+            "weight_map": {name: self._names[self._offsets[name][0]] for name in own},
         }
 
 

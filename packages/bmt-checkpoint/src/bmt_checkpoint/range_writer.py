@@ -36,22 +36,22 @@ class RangeWriter:
         finally:
             os.close(self._file)
 
-    def write(self, place: int, data: bytes | memoryview) -> int:
-        """Write ``data`` from byte ``place`` of the file on, and return its CRC-32."""
+    def write(self, offset: int, data: bytes | memoryview) -> int:
+        """Write ``data`` from byte ``offset`` of the file on, and return its CRC-32."""
         checksum = 0
         for piece in pieces(data):
             checksum = zlib.crc32(piece, checksum)
-            if place != self._end or len(self._waiting) + len(piece) > PIECE:
+            if offset != self._end or len(self._waiting) + len(piece) > PIECE:
                 self._write_waiting()
-            self._end = place = place + len(piece)
+            self._end = offset = offset + len(piece)
             if len(piece) == PIECE:
                 self._write(piece)
             else:
                 self._waiting += piece
         return checksum
 
-    def write_part(self, place: int, part: torch.Tensor, ranges: Sequence[tuple[int, int]], size: int) -> int:
-        """Write elements of a tensor of ``size`` bytes that begins at byte ``place`` of the file: ``part``, 1-D and on the CPU.
+    def write_part(self, offset: int, part: torch.Tensor, ranges: Sequence[tuple[int, int]], size: int) -> int:
+        """Write elements of a tensor of ``size`` bytes that begins at byte ``offset`` of the file: ``part``, 1-D and on the CPU.
 
         ``ranges`` say which of the tensor's elements these are. Returns their contribution to the tensor's CRC-32: see
         :func:`followed_by`.
@@ -60,19 +60,19 @@ class RangeWriter:
         taken = checksum = position = 0
         for start, end in ranges:
             start, end = start * itemsize, end * itemsize
-            found = self.write(place + start, data[taken : taken + end - start])
+            found = self.write(offset + start, data[taken : taken + end - start])
             checksum = followed_by(checksum, end - position) ^ found
             taken, position = taken + end - start, end
         assert taken == len(data)
         return followed_by(checksum, size - position)
 
     def _write_waiting(self) -> None:
-        # Waiting bytes end at ``_end``: they are written before data of any other place is taken.
+        # Waiting bytes end at ``_end``: they are written before data of any other offset is taken.
         waiting, self._waiting = self._waiting, bytearray()
         self._write(memoryview(waiting))
 
     def _write(self, data: memoryview) -> None:
-        place = self._end - len(data)
+        offset = self._end - len(data)
         while data:  # a full disk may take a part
-            written = os.pwrite(self._file, data, place)
-            data, place = data[written:], place + written
+            written = os.pwrite(self._file, data, offset)
+            data, offset = data[written:], offset + written

@@ -30,7 +30,7 @@ class SafetensorsFormat(CheckpointFormat):
         with path.open("wb") as file:
             file.seek(layout.data_start)
             for name, tensor in tensors:
-                file.seek(layout.place_of(name))
+                file.seek(layout.offset_of(name))
                 checksums[name] = 0
                 for piece in pieces(bytes_of(tensor)):
                     checksums[name] = zlib.crc32(piece, checksums[name])

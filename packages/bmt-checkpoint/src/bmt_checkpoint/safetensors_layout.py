@@ -1,4 +1,4 @@
-"""``FileLayout``: the header of a safetensors file and each tensor's place, computed before any value is there.
+"""``FileLayout``: the header of a safetensors file and each tensor's offset, computed before any value is there.
 
 A safetensors file is eight bytes with the length of the header (little-endian), the header (JSON), and the values. See
 https://github.com/huggingface/safetensors#format. All that bmt adds is in the header's ``__metadata__``, which maps texts to
@@ -80,7 +80,7 @@ class FileLayout:
         self.data_start = len(self._encoded("0" * (8 + 8 * len(self.names))))
         self.file_size = self.data_start + end
 
-    def place_of(self, name: str) -> int:
+    def offset_of(self, name: str) -> int:
         """Return where the values of ``name`` begin in the file."""
         return self.data_start + self._ends[name][0]
 

@@ -29,7 +29,7 @@ from bmt_checkpoint.format import CheckpointFormat
 from bmt_checkpoint.format_choice import FormatChoice, choose_format
 from bmt_checkpoint.loading import prepared_load
 from bmt_checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
-from bmt_checkpoint.random_state import check_random_states, own_place, random_states, restore_random_states
+from bmt_checkpoint.random_state import check_random_states, own_coordinates, random_states, restore_random_states
 from bmt_checkpoint.run_directory_lock import lock_run_directory
 from bmt_checkpoint.safetensors_layout import check_entries
 from bmt_checkpoint.saving import save_file, write_checkpoint
@@ -225,14 +225,14 @@ def _training_state(
         parts = LocalState.of_parts(parts_in(state))
         if chosen is None:
             check_entries(parts.entries)
-        results.own = files, bool(parts.values), random_states(), own_place(), parts.layout.summary
-    files_of_ranks, has_parts, random, places, summaries = zip(*results.of_ranks, strict=True)
+        results.own = files, bool(parts.values), random_states(), own_coordinates(), parts.layout.summary
+    files_of_ranks, has_parts, random, coordinates, summaries = zip(*results.of_ranks, strict=True)
     training = {
         "step": step,
         "extra": extra,
         "world_size": group.size,
         "random": list(random),
-        "places": list(places),
+        "places": list(coordinates),
         "optimizer": kind,
         "format": None if chosen is None else chosen.name,
         "optimizer_state": with_references(state),
@@ -308,7 +308,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _restore_random(head: Mapping[str, Any], folder: Path, group: Group) -> None:
-    here = all_gather_object(own_place(), group)
+    here = all_gather_object(own_coordinates(), group)
     seeded = restore_random_states(head["random"], head["places"], group.rank, here)
     if seeded and group.rank == 0:
         print(

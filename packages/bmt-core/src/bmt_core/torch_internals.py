@@ -350,5 +350,5 @@ def make_process_group(
     members = list(ranks)
     helper: Any = distributed_c10d._new_process_group_helper
     made, _ = helper(len(members), members.index(rank), members, dist.Backend(backend), store, name, timeout=timeout)
-    distributed_c10d._world.pg_group_ranks[made] = {member: place for place, member in enumerate(members)}
+    distributed_c10d._world.pg_group_ranks[made] = {member: index for index, member in enumerate(members)}
     return made  # type: ignore[no-any-return]

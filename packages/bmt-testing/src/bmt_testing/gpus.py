@@ -24,9 +24,9 @@ def place_on_host(rank: int, world_size: int) -> dict[str, str]:
     gpus = torch.cuda.device_count()
     if _ranks_per_gpu() == 1 or gpus == 0:
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-    host, place = divmod(rank, gpus)
+    host, local_rank = divmod(rank, gpus)
     on_host = min(gpus, world_size - host * gpus)
-    return {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(on_host), "NCCL_HOSTID": f"bmt-{host}"}
+    return {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(on_host), "NCCL_HOSTID": f"bmt-{host}"}
 
 
 def _ranks_per_gpu() -> int:

@@ -26,7 +26,7 @@ def check_host_addresses(store: dist.Store, rank: int, world_size: int) -> None:
     if len(set(hosts)) == 1:
         return
     found = _exchanged(store, "address", rank, world_size, None if INTERFACE in os.environ else _own_address(host))
-    unreachable = {host: found[place] for place, host in enumerate(hosts) if found[place] is not None}
+    unreachable = {host: found[index] for index, host in enumerate(hosts) if found[index] is not None}
     if unreachable:
         names = ", ".join(f"{host} ({address})" for host, address in unreachable.items())
         raise ConfigError(

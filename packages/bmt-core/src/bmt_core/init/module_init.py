@@ -113,17 +113,17 @@ def _initialize(
     """Initialise ``modules`` of ``model``. Of the parameters they write to, only ``targets`` keep the new values."""
     device = current().device
     materialize_buffers([m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))], device)
-    places = {place.name: place for place in _children_first(model, "", None, False, set())}
-    order = ModelOrder(places, owners)
-    incomplete = order.on_any_rank(name for name, place in places.items() if place.module in modules)
+    named = {module.name: module for module in _children_first(model, "", None, False, set())}
+    order = ModelOrder(named, owners)
+    incomplete = order.on_any_rank(name for name, entry in named.items() if entry.module in modules)
     if not incomplete:
         return
     with initializing(), WholeOnRead(model, targets) as wholes:
 
         def initialize(name: str) -> None:
-            module = places[name].module
+            module = named[name].module
             left: set[Any] | None = None
-            for call in _initializers(module, places[name].owner, init) if name in incomplete else ():
+            for call in _initializers(module, named[name].owner, init) if name in incomplete else ():
                 unwritten = wholes.call(call, module)
                 left = unwritten if left is None else left & unwritten
                 materialize_buffers([module], device)
@@ -131,13 +131,13 @@ def _initialize(
                     mark_if_nan_is_left(buffer)
                 if not left and all(map(has_values, module.buffers(recurse=False))):
                     break
-            if not places[name].in_block:
+            if not named[name].in_block:
                 wholes.shard()
 
         order.run(initialize)
 
 
-class _Place(NamedTuple):
+class _NamedModule(NamedTuple):
     name: str
     module: nn.Module
     owner: nn.Module | None  # the nearest module with _init_weights: itself or one around it
@@ -146,15 +146,15 @@ class _Place(NamedTuple):
 
 def _children_first(
     module: nn.Module, name: str, owner: nn.Module | None, in_block: bool, seen: set[nn.Module]
-) -> Iterator[_Place]:
-    """Yield the place of each module."""
+) -> Iterator[_NamedModule]:
+    """Yield each module, those inside of it first."""
     if module not in seen:
         seen.add(module)
         owner = module if _accepts(module, "_init_weights", 1) else owner
         for child_name, child in module.named_children():
             inner = f"{name}.{child_name}" if name else child_name
             yield from _children_first(child, inner, owner, in_block or is_block(module), seen)
-        yield _Place(name, module, owner, in_block)
+        yield _NamedModule(name, module, owner, in_block)
 
 
 def _initializers(module: nn.Module, owner: nn.Module | None, init: ModuleInit | None) -> list[ModuleInit]:

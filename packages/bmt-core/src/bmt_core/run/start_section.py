@@ -62,5 +62,5 @@ def _missing_after(seconds: float, keys: list[str], store: dist.Store) -> str:
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except dist.DistStoreError:
-        return ", ".join(str(place) for place, key in enumerate(keys) if not store.check([key]))
+        return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
     return ""

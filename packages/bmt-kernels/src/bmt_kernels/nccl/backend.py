@@ -57,7 +57,7 @@ class NcclBackend(CommBackend):
 
     def new_group(self, ranks: tuple[int, ...], name: str) -> Group:
         """See :meth:`CommBackend.new_group`; raises :class:`NcclError` when not all members join within the timeout."""
-        place = ranks.index(self.context.rank)
+        rank = ranks.index(self.context.rank)
         calls = None if self.context.calls is None else self.context.calls.group(name, ranks)
         if calls is not None:
             calls.connect()
@@ -65,15 +65,15 @@ class NcclBackend(CommBackend):
         store_key = f"{self.name}/{name}"
         try:
             unique_id = shared_unique_id(
-                self._library, self.context.store, store_key, ranks, place, self.context.timeout
+                self._library, self.context.store, store_key, ranks, rank, self.context.timeout
             )
         except NcclError as error:
             self._engine.fail(str(error))  # for the other ranks too
             self._engine.check()
             raise
         with torch.cuda.device(self.context.device):
-            communicator = self._engine.communicator(unique_id, list(ranks), place)
-        return NcclGroup(ranks, place, communicator, self._host_group(ranks), self.context.device, calls)
+            communicator = self._engine.communicator(unique_id, list(ranks), rank)
+        return NcclGroup(ranks, rank, communicator, self._host_group(ranks), self.context.device, calls)
 
     def _host_group(self, ranks: tuple[int, ...]) -> Group:
         if ranks not in self._host_groups:

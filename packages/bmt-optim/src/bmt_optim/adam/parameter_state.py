@@ -83,8 +83,8 @@ def copied_state(
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             dtype, there = wide if value.is_floating_point() else value.dtype, into.get(key)
-            place = (value.shape, dtype, device)
-            if isinstance(there, torch.Tensor) and (there.shape, there.dtype, there.device) == place:
+            expected = (value.shape, dtype, device)
+            if isinstance(there, torch.Tensor) and (there.shape, there.dtype, there.device) == expected:
                 value = there.copy_(value.detach())
             else:
                 value = value.detach().to(device=device, dtype=dtype, copy=True)

@@ -124,7 +124,7 @@ class Column:
         sections = tuple(features * section // sum(self.sections) for section in self.sections)
         for section in sections or (features,):
             planned.check_divisible(section, "the number of output features")
-        return _places(
+        return _localities(
             module, Locality(AXIS, split_dim=dim, sections=sections), Locality(AXIS, split_dim=0, sections=sections)
         )
 
@@ -149,7 +149,7 @@ class Row:
         dim = 1 - planned.output_dim("Row")
         module: Any = planned.module
         planned.check_divisible(module.weight.shape[dim], "the number of input features")
-        return _places(module, Locality(AXIS, split_dim=dim), OWN_ROWS)
+        return _localities(module, Locality(AXIS, split_dim=dim), OWN_ROWS)
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
         return RowSplit if is_conv1d(module) else LinearRowSplit
@@ -191,7 +191,7 @@ class Head:
         dim = planned.output_dim("Head")
         module: Any = planned.module
         planned.check_divisible(module.weight.shape[dim], "the size of the vocabulary", _PAD)
-        return _places(module, Locality(AXIS, split_dim=dim), Locality(AXIS, split_dim=0))
+        return _localities(module, Locality(AXIS, split_dim=dim), Locality(AXIS, split_dim=0))
 
     def layer_class(self, module: nn.Module) -> type[nn.Module]:
         return HeadSplit
@@ -232,5 +232,5 @@ _PAD = (
 )
 
 
-def _places(module: nn.Module, weight: Locality, bias: Locality) -> Localities:
+def _localities(module: nn.Module, weight: Locality, bias: Locality) -> Localities:
     return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}
