@@ -63,10 +63,11 @@ def restore_random_states(
 ) -> list[str]:
     """Restore ``saved``, the states of every rank of the saved run; return the kinds that were seeded instead.
 
-    ``coordinates`` are those of the saved run, ``here`` those of this one. On the same grid each rank gets its own states. On
-    another grid with as many data ranks, a rank gets the states of its data rank, if all ranks with this data rank had the same. Otherwise
-    a kind whose state was the same on all ranks is restored on all; a kind whose states differed is seeded from rank 0's state and
-    this rank's data rank.
+    ``coordinates`` are those of the saved run, ``here`` those of this one. On the same grid each
+    rank gets its own states. On another grid with as many data ranks, a rank gets the states of its
+    data rank, if all ranks with this data rank had the same. Otherwise a kind whose state was the
+    same on all ranks is restored on all; a kind whose states differed is seeded from rank 0's state
+    and this rank's data rank.
     """
     seeded = []
     own_data, data_ranks = here[rank]["data_rank"], {own["data_rank"] for own in here}
