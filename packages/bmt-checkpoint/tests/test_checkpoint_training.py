@@ -354,7 +354,10 @@ def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "no optimizer state": ("is damaged: optimizer_state = ", with_entries(optimizer_state=None)),
         "incomplete": ("step-3, is not there or lacks", lambda: training.unlink()),
         "foreign optimizer state": ("does not fit this Momentum", with_entries(optimizer_state={"a": torch.zeros(2)})),
-        "places": ("The coordinates of ranks in the grid are not those of 2", with_entries(places=[{"data_rank": 0}] * 2)),
+        "places": (
+            "The coordinates of ranks in the grid are not those of 2",
+            with_entries(places=[{"data_rank": 0}] * 2),
+        ),
         "of another": ("is not the file that was saved with training.pt", lambda: index.write_text("{}")),
     }
 

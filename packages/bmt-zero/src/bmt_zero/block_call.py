@@ -18,7 +18,7 @@ from bmt_core.modules.postponed_gradients import postponing
 from bmt_core.torch_internals import accumulates, backward_pass, has_gradient_hooks, when_backward_ends
 from bmt_zero.block_state import BlockState, ParameterSlots, SlotValues
 from bmt_zero.call_gradients import CallGradients
-from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, Location
+from bmt_zero.direct_linear import DeferredGradient, LayerRecomputation, ParameterIndex
 from bmt_zero.parameter_group import ParameterGroup
 
 _numbers = itertools.count()
@@ -139,10 +139,10 @@ class BlockCall:
                 if not has_gradient_hooks(self.groups[number].parameters):
                     self._gradients_of(number, keeps_products=True)
 
-    def accept(self, location: Location, gradient: DeferredGradient) -> bool:
+    def accept(self, index: ParameterIndex, gradient: DeferredGradient) -> bool:
         if not self.writes_directly or self.is_computing:
             return False
-        return self._gradients_of(location.group).accept(location.position, gradient)
+        return self._gradients_of(index.group).accept(index.parameter, gradient)
 
     def reserve_gradient(self, weight: torch.Tensor) -> torch.Tensor | None:
         if not self.writes_directly or self.is_computing:

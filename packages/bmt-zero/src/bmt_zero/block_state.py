@@ -17,7 +17,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import current
 from bmt_core.settings import ReduceDtype
 from bmt_core.torch_internals import storage_key
-from bmt_zero.direct_linear import Location, RunningCall, direct_linears
+from bmt_zero.direct_linear import ParameterIndex, RunningCall, direct_linears
 from bmt_zero.flat_parameters import FlatParameters
 from bmt_zero.parameter_group import ParameterGroup
 from bmt_zero.recomputed_buffers import BlockBuffers
@@ -178,13 +178,13 @@ class BlockState:
         for name, parameter in block.named_parameters():
             if isinstance(parameter, DistributedParameter) and not parameter.label.endswith(name):
                 parameter.label = name
-        locations = {
-            id(p): Location(number, position)
+        indices = {
+            id(p): ParameterIndex(number, index)
             for number, group in enumerate(self.groups)
-            for position, p in enumerate(group.parameters)
+            for index, p in enumerate(group.parameters)
         }
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters())}
-        attributes = direct_linears(self.running, block, locations) if self._direct_gradients else []
+        attributes = direct_linears(self.running, block, indices) if self._direct_gradients else []
         self.slots = ParameterSlots(slots, index_of, attributes)
         self.buffers = BlockBuffers({name: module._buffers for name, module in block.named_modules()})
         self.buffers.to(current().device)

@@ -26,11 +26,11 @@ from bmt_core.params.shard import summation_dtype
 from bmt_core.torch_internals import are_transforms_active, has_gradient_hooks
 
 
-class Location(NamedTuple):
-    """The place of a layer's weight or bias among the block's parameters: number of the group, and position in the group."""
+class ParameterIndex(NamedTuple):
+    """Which of the block's parameters a weight or bias is: the index of its group, and its index in the group."""
 
     group: int
-    position: int
+    parameter: int
 
 
 class LayerRecomputation(Protocol):
@@ -52,7 +52,7 @@ class GradientCall(Protocol):
     def begin_backward(self) -> None:
         """Gather the whole parameters, unless they are there."""
 
-    def accept(self, location: Location, gradient: DeferredGradient) -> bool:
+    def accept(self, index: ParameterIndex, gradient: DeferredGradient) -> bool:
         """Write ``gradient`` into the tensor that is reduced, or keep it for later. False: the layer must return it instead."""
 
 
@@ -70,7 +70,9 @@ class DirectLinear:
     :class:`bmt_core.modules.layer_gradients.LayerGradients`.
     """
 
-    def __init__(self, running: RunningCall, layer: nn.Module, weight: Location, bias: Location | None) -> None:
+    def __init__(
+        self, running: RunningCall, layer: nn.Module, weight: ParameterIndex, bias: ParameterIndex | None
+    ) -> None:
         self._running = running
         self._parameters: dict[str, Any] = layer._parameters
         self.weight = weight
@@ -269,30 +271,30 @@ class BiasGradient(DeferredGradient):
         return BiasGradient(*self.factors, *(factor for other in others for factor in other.factors))
 
 
-def _written(call: GradientCall | None, location: Location, gradient: DeferredGradient) -> torch.Tensor | None:
+def _written(call: GradientCall | None, index: ParameterIndex, gradient: DeferredGradient) -> torch.Tensor | None:
     """Pass ``gradient`` to ``call`` and return None, or compute and return it if autograd needs it."""
-    return None if call is not None and call.accept(location, gradient) else gradient.computed()
+    return None if call is not None and call.accept(index, gradient) else gradient.computed()
 
 
 def direct_linears(
-    running: RunningCall, module: nn.Module, locations: Mapping[int, Location]
+    running: RunningCall, module: nn.Module, indices: Mapping[int, ParameterIndex]
 ) -> list[tuple[dict[str, Any], str, DirectLinear]]:
     """Return ``(layer.__dict__, name, DirectLinear)`` for each layer in ``module`` that may write its gradients itself.
 
     ``name`` is the attribute to set: ``forward`` for ``nn.Linear``, ``layer_gradients`` for a layer class that has it.
-    ``locations`` gives the :class:`Location` by the parameter's id. A weight that several layers share is left to autograd.
+    ``indices`` gives the :class:`ParameterIndex` by the parameter's id. A weight that several layers share is left to autograd.
     """
     layers = [m for m in module.modules() if _attribute_of(m) is not None]
     weights = [id(layer._parameters.get("weight")) for layer in layers]
     found = []
     for layer, weight in zip(layers, weights, strict=True):
         bias = layer._parameters.get("bias")
-        if weight not in locations or weights.count(weight) > 1 or (bias is not None and id(bias) not in locations):
+        if weight not in indices or weights.count(weight) > 1 or (bias is not None and id(bias) not in indices):
             continue
-        bias_location = None if bias is None else locations[id(bias)]
+        bias_index = None if bias is None else indices[id(bias)]
         name = _attribute_of(layer)
         assert name is not None
-        found.append((layer.__dict__, name, DirectLinear(running, layer, locations[weight], bias_location)))
+        found.append((layer.__dict__, name, DirectLinear(running, layer, indices[weight], bias_index)))
     return found
 
 

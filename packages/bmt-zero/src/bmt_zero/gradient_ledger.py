@@ -123,7 +123,7 @@ class GradientLedger:
         # Parameters whose .grad was set to a zero that stands for those gradients, with its memory and what it was like.
         self._placeholders: list[tuple[torch.nn.Parameter, torch.UntypedStorage, object]] = []
         # What the pass under way has left: tickets, and this object for held-back gradients. Watched from its end.
-        self._unwatched: set[object] = set()
+        self._left_by_pass: set[object] = set()
 
     @property
     def state(self) -> GradientState:
@@ -217,14 +217,14 @@ class GradientLedger:
             self._held_back = full.to(self._sum_dtype)
         elif full is not self._held_back:  # else layers have added to the sum itself
             self._held_back += full
-        self._unwatched.add(self)
+        self._left_by_pass.add(self)
 
     def postpone(self, needed: Sequence[bool]) -> object:
         """Note that a call postpones gradients. Return a ticket for :meth:`resume` or :meth:`cancel`."""
         self._leave(needed)
         ticket = object()
         self._tickets.add(ticket)
-        self._unwatched.add(ticket)
+        self._left_by_pass.add(ticket)
         return ticket
 
     def resume(self, ticket: object) -> None:
@@ -246,7 +246,7 @@ class GradientLedger:
         self._held_back = None
         self._tickets.clear()
         self._placeholders = []
-        self._unwatched.clear()
+        self._left_by_pass.clear()
 
     def end_pass(self) -> None:
         """Set ``.grad`` to what was reduced, and watch it from now on, because a cleared ``.grad`` drops what was left."""
@@ -258,9 +258,9 @@ class GradientLedger:
         witness = self.sum.witness
         self.sum.forget_if_cleared()
         if self._held_back is None and not self._tickets:
-            self._unwatched.clear()
+            self._left_by_pass.clear()
             return
-        if self._unwatched:
+        if self._left_by_pass:
             if backward_pass() == -1 and not is_in_scheduled_step():
                 self.drop()
         elif witness is None or (self._tickets and not witness.unchanged()) or witness.changed_all():
@@ -295,9 +295,9 @@ class GradientLedger:
 
         Inside :func:`scheduled_step` nobody clears gradients, so they are watched when the step ends.
         """
-        if not self._unwatched or at_end_of_scheduled_step(self._watch):
+        if not self._left_by_pass or at_end_of_scheduled_step(self._watch):
             return
-        self._unwatched.clear()
+        self._left_by_pass.clear()
         parameters = self._flat.parameters
         missing = [p for p, need in zip(parameters, self._needed, strict=True) if need and p.grad is None]
         if missing:
@@ -309,7 +309,7 @@ class GradientLedger:
 
     def _forget(self, ticket: object) -> None:
         self._tickets.discard(ticket)
-        self._unwatched.discard(ticket)
+        self._left_by_pass.discard(ticket)
 
     def _drop_some(self, witness: GradientWitness) -> None:
         """Drop the held-back gradients of the parameters whose ``.grad`` was cleared, by one of several optimizers."""
@@ -324,7 +324,7 @@ class GradientLedger:
 
     def _with_held_back(self, full: torch.Tensor) -> torch.Tensor:
         held, self._held_back = self._held_back, None
-        self._unwatched = set(self._tickets)
+        self._left_by_pass = set(self._tickets)
         for parameter, _, state in self._placeholders:
             if memory_states([parameter.grad]) == state:  # still the zero, to which nobody has added
                 parameter.grad = None
