@@ -17,7 +17,7 @@ import torch
 
 import bmt_checkpoint
 import bmt_core
-from bmt_checkpoint.random_state import own_coordinates, random_states, restore_random_states
+from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import CheckpointError
 from bmt_testing import run_ranks
 
@@ -173,7 +173,7 @@ def test_every_kind_of_generator_is_restored() -> None:
     numpy.random.randn()
     states = random_states()
     first = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
-    assert restore_random_states([states], [own_coordinates()], 0, [own_coordinates()]) == []
+    assert restore_random_states([states], [data_rank_and_grid()], 0, [data_rank_and_grid()]) == []
     second = torch.rand(2).tolist(), random.gauss(0, 1), random.random(), numpy.random.randn(2).tolist()
     assert first == second
 
@@ -355,7 +355,7 @@ def mutations(folder: Path) -> dict[str, tuple[str, Callable[[], object]]]:
         "incomplete": ("step-3, is not there or lacks", lambda: training.unlink()),
         "foreign optimizer state": ("does not fit this Momentum", with_entries(optimizer_state={"a": torch.zeros(2)})),
         "places": (
-            "The coordinates of ranks in the grid are not those of 2",
+            "The data ranks and grids are not those of 2",
             with_entries(places=[{"data_rank": 0}] * 2),
         ),
         "of another": ("is not the file that was saved with training.pt", lambda: index.write_text("{}")),

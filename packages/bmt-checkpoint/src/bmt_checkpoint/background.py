@@ -39,7 +39,7 @@ _under_way: _Save | None = None
 
 
 def start_save(what: str, write: Callable[[], None]) -> None:
-    """Run ``write`` on a thread. Call :func:`wait_for_saves` before: one save runs at a time."""
+    """Run ``write`` on a thread. Call :func:`join_last_save` before: one save runs at a time."""
     global _under_way
     assert _under_way is None
     save = _under_way = _Save(what, write)

@@ -62,7 +62,8 @@ class DirectorySave:
     def write(self, batches: Callable[[], Iterable[Sequence[OwnPart]]], group: Group) -> None:
         """Write what ``batches()`` yields, as often on every rank, then replace the index. Collective over ``group``: all ranks.
 
-        With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails, the directory is as it was.
+        With a snapshot of :meth:`parts` and a group of its own it may run on a thread. If it fails before the index is replaced, the
+        index still names the former model, whole; files of ``beside`` may be new.
         """
         try:
             plan = None
@@ -74,14 +75,15 @@ class DirectorySave:
                 if group.rank == 0:
                     plan = self._make_files()
             self._names, self._ending, self._offsets = broadcast_object(plan, group)
-            added = dict.fromkeys(self._offsets, 0)
+            # What this rank's part adds to the CRC-32 of each tensor; it has at most one part of each.
+            crc_of = dict.fromkeys(self._offsets, 0)
             while own is not None:
                 with collective_section(group, self._what):
-                    self._write_own(own, group, added)
+                    self._write_own(own, group, crc_of)
                 with collective_section(group, self._what):
                     own = None  # its memory is free before the next one is made
                     own = next(pending, None)
-            sums = all_gather_object(list(added.values()), group)
+            sums = all_gather_object(list(crc_of.values()), group)
             with collective_section(group, self._what):
                 if group.rank == 0:
                     self._publish([reduce(operator.xor, of_tensor) for of_tensor in zip(*sums, strict=True)])
@@ -111,21 +113,24 @@ class DirectorySave:
         offsets = {name: (number, layout.offset_of(name)) for number, layout in layouts for name in layout.names}
         return self._names, self._ending, offsets
 
-    def _write_own(self, parts: Sequence[OwnPart], group: Group, added: dict[str, int]) -> None:
-        """Write ``parts``, in the order of the files; put their contribution to the checksum of each tensor into ``added``."""
+    def _write_own(self, parts: Sequence[OwnPart], group: Group, crc_of: dict[str, int]) -> None:
+        """Write ``parts``, file after file; put what each adds to the CRC-32 of its tensor into ``crc_of``."""
+
+        def file_of(part: OwnPart) -> int:
+            return self._offsets[part.name][0]
 
         def order(part: OwnPart) -> tuple[int, int]:
             number, offset = self._offsets[part.name]
             return (number - group.rank) % len(self._names), offset  # so that ranks begin with different files
 
-        for turn, of_file in groupby(sorted(parts, key=order), key=lambda part: order(part)[0]):
-            name = self._names[(turn + group.rank) % len(self._names)]
+        for number, of_file in groupby(sorted(parts, key=order), key=file_of):
+            name = self._names[number]
             try:
                 with RangeWriter(self._temporary(name)) as file:
                     for part in of_file:
                         _, offset = self._offsets[part.name]
                         size = _bytes(self._state.index.entries[part.name])
-                        added[part.name] = file.write_part(offset, part.on_host(), part.ranges, size)
+                        crc_of[part.name] = file.write_part(offset, part.on_host(), part.ranges, size)
             except FileNotFoundError as error:
                 raise CheckpointError(
                     f"{self._folder} of this rank is not that of rank 0, which made files in it that are not there. Save to a"

@@ -46,7 +46,8 @@ class CheckpointReader(ABC):
 class CheckpointFormat(ABC):
     """A file format for tensors. A subclass has a unique ``name`` and is announced by the hook ``bmt_checkpoint_formats``.
 
-    It is chosen by name or by the suffix of the path, and written on rank 0 only. :meth:`write` gets a temporary path, and bmt
+    It is chosen by name or by the suffix of the path, and written on rank 0 only (the directories of safetensors that all ranks
+    write are no such format: :mod:`bmt_checkpoint.directory_writer`). :meth:`write` gets a temporary path, and bmt
     renames the file when it is complete; if :attr:`is_directory`, it is an empty directory.
     """
 

@@ -38,8 +38,8 @@ def load(
 
     ``file_name`` is a file in a format that bmt knows (torch's, safetensors), or a directory in the layout of Hugging Face or of
     ``torch.distributed.checkpoint``. Every rank keeps its part of each tensor, in the model's dtype. Ranks may hold different parts
-    of the model, as pipeline stages do. If all ranks see the same safetensors files, each reads its part of every tensor; otherwise
-    rank 0, which alone needs access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are
+    of the model, as pipeline stages do. If all ranks see the same safetensors files, each reads its part of every tensor (the files are
+    mapped, so only the pages that it copies are read); otherwise rank 0, which alone needs access to them, reads one tensor at a time and broadcasts it. Names, shapes, dtypes and checksums are
     compared before anything is written: if they do not fit, or if a file is damaged or not a checkpoint, every rank raises
     :class:`CheckpointError` and the model is unchanged. Modules' ``load_state_dict`` pre-hooks and overrides of
     ``_load_from_state_dict`` may rename and add keys; that they compute with tensors is such an error, too. A model of transformers

@@ -1,4 +1,7 @@
-"""The state of an ``OptimManager`` in a checkpoint: one whole state, whose tensors all ranks write, or one file for each rank."""
+"""A manager's state in a checkpoint: one whole state (of managers with ``logical_state``, such as ``OptimManager``), or a file per rank.
+
+This module says which, and loads it; :mod:`bmt_checkpoint.training` saves it.
+"""
 
 from __future__ import annotations
 

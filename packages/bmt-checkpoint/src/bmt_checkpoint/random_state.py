@@ -27,7 +27,7 @@ def random_states() -> dict[str, Any]:
     return {kind: generator.get() for kind, generator in _generators().items()}
 
 
-def own_coordinates() -> dict[str, Any]:
+def data_rank_and_grid() -> dict[str, Any]:
     """Return this rank's data rank and the grid's axes, which :func:`restore_random_states` needs of each rank."""
     if not is_initialized():
         return {"data_rank": 0, "grid": []}
@@ -35,15 +35,11 @@ def own_coordinates() -> dict[str, Any]:
     return {"data_rank": topology.data_rank, "grid": [list(axis) for axis in topology.sizes.items() if axis[1] > 1]}
 
 
-def check_random_states(saved: Any, coordinates: Any, world_size: int) -> None:
-    """Raise :class:`CheckpointError` unless each rank's :func:`random_states` and :func:`own_coordinates` returned these."""
-    are_coordinates = isinstance(coordinates, list) and all(isinstance(own, dict) for own in coordinates)
-    if (
-        not are_coordinates
-        or len(coordinates) != world_size
-        or not all(own.keys() == own_coordinates().keys() for own in coordinates)
-    ):
-        raise CheckpointError(f"The coordinates of ranks in the grid are not those of {world_size} rank(s).")
+def check_random_states(saved: Any, grids: Any, world_size: int) -> None:
+    """Raise :class:`CheckpointError` unless each rank's :func:`random_states` and :func:`data_rank_and_grid` returned these."""
+    are_grids = isinstance(grids, list) and all(isinstance(own, dict) for own in grids)
+    if not are_grids or len(grids) != world_size or not all(own.keys() == data_rank_and_grid().keys() for own in grids):
+        raise CheckpointError(f"The data ranks and grids are not those of {world_size} rank(s).")
     if not isinstance(saved, list) or len(saved) != world_size or not all(isinstance(states, dict) for states in saved):
         raise CheckpointError(f"The states of random generators are not those of {world_size} rank(s).")
     for rank, states in enumerate(saved):
@@ -59,11 +55,11 @@ def check_random_states(saved: Any, coordinates: Any, world_size: int) -> None:
 
 
 def restore_random_states(
-    saved: Sequence[dict[str, Any]], coordinates: Sequence[dict[str, Any]], rank: int, here: Sequence[dict[str, Any]]
+    saved: Sequence[dict[str, Any]], grids: Sequence[dict[str, Any]], rank: int, here: Sequence[dict[str, Any]]
 ) -> list[str]:
     """Restore ``saved``, the states of every rank of the saved run; return the kinds that were seeded instead.
 
-    ``coordinates`` are those of the saved run, ``here`` those of this one. On the same grid each
+    ``grids`` are those of the saved run, ``here`` those of this one. On the same grid each
     rank gets its own states. On another grid with as many data ranks, a rank gets the states of its
     data rank, if all ranks with this data rank had the same. Otherwise a kind whose state was the
     same on all ranks is restored on all; a kind whose states differed is seeded from rank 0's state
@@ -77,9 +73,9 @@ def restore_random_states(
             continue
         digests = [_digest(state) for state in states]
         of_data: dict[int, set[str]] = {}
-        for own, digest in zip(coordinates, digests, strict=True):
+        for own, digest in zip(grids, digests, strict=True):
             of_data.setdefault(own["data_rank"], set()).add(digest)
-        if list(coordinates) == list(here):
+        if list(grids) == list(here):
             generator.set(states[rank])
         elif of_data.keys() == data_ranks and all(len(found) == 1 for found in of_data.values()):
             generator.set(states[digests.index(next(iter(of_data[own_data])))])

@@ -1,9 +1,10 @@
 """``save_checkpoint`` and ``load_checkpoint``: the whole state of a training, from which it continues bit for bit.
 
-A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors that all ranks write (see
-:func:`save`), or files of a format that was chosen; ``training.pt`` has all else, and checksums of the other files. A file
-``latest`` beside it names the newest one. A checkpoint is written under another name and renamed when it is complete, so that
-``latest`` always names a complete one.
+A checkpoint is a directory ``step-N``: ``model`` and ``optimizer`` are directories of safetensors that all ranks write
+(:mod:`bmt_checkpoint.directory_writer`), or files of a format that was chosen; ``training.pt`` has all else, and checksums of the
+other files. A file ``latest`` beside it names the newest one. A checkpoint is written under another name and renamed when it is
+complete, so that ``latest`` always names a complete one (or, for a moment, its former version as ``step-N.old``, which a load
+finds). :mod:`bmt_checkpoint.training_folder` shows the directory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import copy
 import os
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from bmt_checkpoint.format import CheckpointFormat
 from bmt_checkpoint.format_choice import FormatChoice, choose_format
 from bmt_checkpoint.loading import prepared_load
 from bmt_checkpoint.manager_state import LOGICAL, OPTIMIZER, PER_RANK, kind_of, prepared_manager, rank_file
-from bmt_checkpoint.random_state import check_random_states, own_coordinates, random_states, restore_random_states
+from bmt_checkpoint.random_state import check_random_states, data_rank_and_grid, random_states, restore_random_states
 from bmt_checkpoint.run_directory_lock import lock_run_directory
 from bmt_checkpoint.safetensors_layout import check_entries
 from bmt_checkpoint.saving import save_file, write_checkpoint
@@ -79,9 +80,11 @@ def save_checkpoint(
     writes its own state dict. If it has ``logical_state(named_parameters)`` and ``load_logical_state(named_parameters, state)``, as
     ``OptimManager`` has, any number of ranks can load the state. A logical state is made of nested dicts and lists: plain values
     and whole tensors in it are written by rank 0; for a tensor that all ranks write, like the model's, each rank returns a
-    :class:`TensorPart`.
+    :class:`TensorPart`. Where no tensor was written so, or ranks do not see the same files, ``load_logical_state`` gets the state
+    on rank 0 and None on the others. A manager that also has ``check_logical_state(named_parameters, state)``, which raises without
+    changing anything, is loaded once and not twice.
 
-    All ranks write their own parts to a directory that they share (see :func:`save`), and nothing is gathered. If the program
+    All ranks write their own parts to a directory that they share, and nothing is gathered. If the program
     dies at any moment, the checkpoint that ``dir/latest`` names is complete. When the new one is complete, all but ``keep``
     checkpoints are deleted: the new one and those of the highest steps stay.
 
@@ -89,8 +92,9 @@ def save_checkpoint(
     on. The next save or load, or :func:`wait_for_saves`, waits for the thread and raises its error. The memory of the
     copies, as many bytes as the rank's parts of model and optimizer have, is kept for the next such save until ``shutdown()``.
 
-    ``format`` is the name of a registered format or a :class:`CheckpointFormat` for the model and the optimizer's tensors. Such a
-    format is written by rank 0, for which tensors are gathered one by one; with ``non_blocking`` rank 0 holds them all until they
+    ``format`` None: directories of safetensors that all ranks write. The name of a registered format (also ``"safetensors"``) or a
+    :class:`CheckpointFormat`: one file or directory for the model and one for the optimizer's tensors, written by rank 0, for which
+    tensors are gathered one by one; with ``non_blocking`` rank 0 holds them all until they
     are written. Its name is stored, so that :func:`load_checkpoint` finds it among the registered ones.
 
     One run at a time saves to ``dir``: from its first save until ``shutdown()``, rank 0 holds a lock on the file
@@ -136,23 +140,25 @@ def save_checkpoint(
         group = group_of_writers() if non_blocking else world_group()
     saves = [DirectorySave(temporary / name, state, what) for name, state in states.items()]
 
-    def write(content: Callable[[], tuple[dict[str, Any], Sequence[Sequence[OwnPart]]]]) -> None:
+    # What is written comes from functions, so that an error of theirs is raised inside of a collective section.
+    def write(batches: Sequence[Callable[[], Iterable[Sequence[OwnPart]]]], rest: Callable[[], dict[str, Any]]) -> None:
         with _removed_on_failure(temporary):
-            for number, save in enumerate(saves):
-                save.write(partial(lambda of_save: [content()[1][of_save]], number), group)
+            for save, batches_of_save in zip(saves, batches, strict=True):
+                save.write(batches_of_save, group)
             with collective_section(group, what):
                 if group.rank == 0:
-                    training, _ = content()
-                    training["files"].update(_index_checksums(temporary))
-                    _write(temporary / TRAINING, training)
+                    content = rest()
+                    content["files"].update(_index_checksums(temporary))
+                    _write(temporary / TRAINING, content)
                     publish(temporary, final, keep)
 
     if non_blocking:
         # Copies, because training goes on and changes these objects.
-        copies = capture_result(lambda: (copy.deepcopy(training), snapshot(*(save.parts() for save in saves))))
-        start_save(what, lambda: write(copies))
+        copies = capture_result(lambda: (snapshot(*(save.parts() for save in saves)), copy.deepcopy(training)))
+        copied = [partial(_copied_parts, copies, number) for number in range(len(saves))]
+        start_save(what, lambda: write(copied, lambda: copies()[1]))
     else:
-        write(lambda: (training, [save.parts() for save in saves]))
+        write([save.batches for save in saves], lambda: training)
     return final
 
 
@@ -209,9 +215,9 @@ def load_checkpoint(
 def _training_state(
     folder: Path, model: nn.Module, manager: Any, step: int, extra: Any, chosen: CheckpointFormat | None
 ) -> tuple[dict[str, Any], WholeState | None]:
-    """Return the content of ``training.pt``, and the optimizer's tensors (None if no rank has any).
+    """Write the manager's state of this rank to ``folder``, if it has one for each rank. Collective.
 
-    Collective. If the manager has one state for each rank, this function also writes this rank's state to ``folder``.
+    Return the content of ``training.pt``, and the optimizer's tensors (None if no rank has any).
     """
     group, kind = world_group(), kind_of(manager)
     state = manager.logical_state(list(model.named_parameters())) if kind == LOGICAL else None
@@ -225,14 +231,14 @@ def _training_state(
         parts = LocalState.of_parts(parts_in(state))
         if chosen is None:
             check_entries(parts.entries)
-        results.own = files, bool(parts.values), random_states(), own_coordinates(), parts.layout.summary
-    files_of_ranks, has_parts, random, coordinates, summaries = zip(*results.of_ranks, strict=True)
+        results.own = files, bool(parts.values), random_states(), data_rank_and_grid(), parts.layout.summary
+    files_of_ranks, has_parts, random, grids, summaries = zip(*results.of_ranks, strict=True)
     training = {
         "step": step,
         "extra": extra,
         "world_size": group.size,
         "random": list(random),
-        "places": list(coordinates),
+        "places": list(grids),
         "optimizer": kind,
         "format": None if chosen is None else chosen.name,
         "optimizer_state": with_references(state),
@@ -283,6 +289,13 @@ def _save_in_format(
         start_save(what, write)
 
 
+def _copied_parts(
+    copies: Callable[[], tuple[Sequence[Sequence[OwnPart]], Any]], number: int
+) -> Iterator[Sequence[OwnPart]]:
+    """Yield the parts of save ``number`` among ``copies()``."""
+    yield copies()[0][number]
+
+
 def _unfinished(final: Path) -> Path:
     return final.with_name(final.name + UNFINISHED)
 
@@ -308,7 +321,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _restore_random(head: Mapping[str, Any], folder: Path, group: Group) -> None:
-    here = all_gather_object(own_coordinates(), group)
+    here = all_gather_object(data_rank_and_grid(), group)
     seeded = restore_random_states(head["random"], head["places"], group.rank, here)
     if seeded and group.rank == 0:
         print(

@@ -1,6 +1,18 @@
-"""The directory of a training's checkpoints: ``step-N``, each with ``model`` and ``training.pt``, and the file ``latest``.
+"""The directory of a training's checkpoints, and what makes one complete::
 
-In a format that the program chose, ``model`` has that format's suffix.
+    latest                      the name of the newest complete checkpoint
+    .written-by                 locked by the run that saves here
+    step-N/training.pt          step, extra, random states, the optimizer's options, checksums
+    step-N/model/               safetensors and their index; model.SUFFIX in a chosen format
+    step-N/optimizer/           the same of the optimizer's tensors
+    step-N/optimizer-rank-R.pt  in its place, for managers with a state for each rank
+    step-N.tmp                  a save that has not finished
+    step-N.old                  the former step-N, while the new one takes its name
+    step-N.deleted              a checkpoint that is being deleted
+
+The files in ``optimizer``, too, have Hugging Face's fixed names (``model-00001-of-...``). A save writes the files of the model, its
+index, those of the optimizer, and last ``training.pt``; it renames ``step-N.tmp`` and then replaces ``latest``. So a checkpoint that
+has its final name, ``training.pt`` and a model is complete.
 
 All functions are for one rank, and communicate nothing.
 """
@@ -25,7 +37,10 @@ from bmt_core.errors import CheckpointError
 
 MODEL, TRAINING = "model", "training.pt"
 HEAD = ("step", "extra", "world_size", "random", "places", "optimizer")
-"""The entries of ``training.pt`` that all ranks get."""
+"""The entries of ``training.pt`` that all ranks get; ``format`` too, which older files lack.
+
+``places`` has what :func:`~bmt_checkpoint.random_state.data_rank_and_grid` returned on each rank.
+"""
 _LATEST = "latest"
 _STEP = re.compile(r"step-([0-9]{1,40})")
 _DELETED, UNFINISHED = ".deleted", ".tmp"
@@ -70,7 +85,7 @@ def unfinished_after(folder: Path) -> list[Path]:
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """Return what ``training.pt`` holds."""
+    """Return what ``training.pt`` holds, and compare the checksums of the files that it lists."""
     path = folder / TRAINING
     training = read_torch_file(path)
     if not isinstance(training, dict) or not {*HEAD, "optimizer_state", "files"} <= training.keys():

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 
-from bmt_checkpoint.random_state import own_coordinates, random_states, restore_random_states
+from bmt_checkpoint.random_state import data_rank_and_grid, random_states, restore_random_states
 from bmt_core.errors import ConfigError
 from bmt_core.user_warnings import warn_user
 from bmt_hf import checkpoints
@@ -279,6 +279,6 @@ class TrainingLoop:
     def _restore_random(self) -> None:
         """After a checkpoint was loaded, restore the random states once more: finding the place in the data has drawn numbers."""
         if self._saved_random is not None:
-            coordinates = own_coordinates()
-            restore_random_states([self._saved_random], [coordinates], 0, [coordinates])
+            grid = data_rank_and_grid()
+            restore_random_states([self._saved_random], [grid], 0, [grid])
             self._saved_random = None

@@ -354,12 +354,12 @@ class OptimManager:
         Every rank passes it, or rank 0 alone and the others None. In place of each part the state has the whole tensor, or a
         :class:`~bmt_checkpoint.StoredTensor`.
         """
-        self.load_state_dict(_on_all_ranks(state), named_parameters=named_parameters)
+        self.load_state_dict(_with_head_of_rank_0(state), named_parameters=named_parameters)
 
     def check_logical_state(self, named_parameters: Named | None, state: Mapping[str, Any] | None) -> None:
         """Raise on every rank what :meth:`load_logical_state` would raise, and change nothing. Collective."""
         self.read_outcome()
-        given = _on_all_ranks(state)
+        given = _with_head_of_rank_0(state)
         with collective_section(world(), "checking the optimizer state"), checking_form():
             self._check_schedulers(given["lr_schedulers"])
             self._scale.loaded(given)
@@ -502,7 +502,7 @@ def scatter_state(
     scatter(manager._managed, named_parameters, state)
 
 
-def _on_all_ranks(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _with_head_of_rank_0(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return ``state``; on ranks where it is None, rank 0's without the states of parameters. Collective."""
     with collective_section(world(), "loading the optimizer state"):
         head = None if state is None else _without_parameters(state)

@@ -3,15 +3,16 @@
 [Note: states of gradients] A backward pass makes whole gradients. Their sum over the ranks is reduced, and this rank's
 part of it becomes ``.grad``. On the way they are in these states, of which several may hold at once:
 
-=========  ==================================================  ==================================================
-state      what the ledger has                                 ``.grad``
-=========  ==================================================  ==================================================
-EMPTY      nothing                                             None, or what somebody else has set
-HELD_BACK  the sum of this rank's whole gradients, in float32  zeros where it would be None, from the pass's end on
-POSTPONED  a ticket per call that has kept its products        the same
-REDUCING   reductions in the lane, begun in this pass          None: it is set when the pass ends
-READY      the reduced sum                                     views of this sum
-=========  ==================================================  ==================================================
+=========  =========================================  ===========================================
+state      what the ledger has                        ``.grad``
+=========  =========================================  ===========================================
+EMPTY      nothing                                    None, or what somebody else has set
+HELD_BACK  the sum of this rank's whole gradients,    from the pass's end on zeros where it would
+           in float32                                 be None
+POSTPONED  a ticket per call that kept its products   the same
+REDUCING   reductions in the lane, of this pass       None: it is set when the pass ends
+READY      the reduced sum                            views of this sum
+=========  =========================================  ===========================================
 
 :data:`TRANSITIONS` has the events. A cleared ``.grad`` and a failed pass are noticed in one place, :meth:`notice_cleared`.
 
@@ -254,7 +255,7 @@ class GradientLedger:
         self._watch()
 
     def notice_cleared(self) -> None:
-        """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See [Note: gradient accumulation]."""
+        """Drop what ``.grad`` no longer stands for, or what a failed pass has left. See [Note: gradient accumulation] in :mod:`bmt_core.params.gradient_sum`."""
         witness = self.sum.witness
         self.sum.forget_if_cleared()
         if self._held_back is None and not self._tickets:

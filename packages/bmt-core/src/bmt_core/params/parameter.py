@@ -177,7 +177,9 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         return math.prod(sizes) * (self.shard_group.size if self._shard.replicated else 1)
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name; torch's gather is torch.gather(p, …)
-        """Return the whole tensor, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
+        """Return the tensor unsharded, of :attr:`full_shape`; an ordinary tensor, part of the autograd graph.
+
+        For a parameter that is cut along an axis this is the slice of this rank's line; :meth:`gather_all` joins the slices.
 
         Backward: the gradient is summed over :attr:`shard_group`, in float32 for half types, and this rank keeps its part, or
         its part of the mean: see the class. Collective.

@@ -33,7 +33,11 @@ Value = torch.Tensor | TensorPart
 
 
 class OwnPart(NamedTuple):
-    """The elements of a tensor that this rank writes: ``read`` returns them; ``ranges`` are their places in the flattened whole."""
+    """The elements of a tensor that this rank writes.
+
+    ``ranges``: [start, end) offsets of the elements in the flattened whole tensor, ascending. ``read()`` returns the elements on the
+    parameter's device: 1-D for a part of a tensor, otherwise in the tensor's shape. It may be the parameter's own memory.
+    """
 
     name: str
     dtype: torch.dtype
@@ -95,6 +99,7 @@ class LocalState:
         return ParameterLayout((name, _like(value)) for name, value in self.values.items())
 
     def report(self) -> Report:
+        """Return what the other ranks need to know of this part, without values of tensors."""
         extra = {name: entry for name, entry in self.entries.items() if not isinstance(entry, TensorEntry)}
         tensors = {name: entry if isinstance(entry, TensorEntry) else None for name, entry in self.entries.items()}
         like = {name: _like(value) for name, value in self.values.items()}
@@ -151,7 +156,9 @@ class WholeState:
         Collective. If that fails on one rank, all ranks raise an error that names ``what``.
         """
         self._values = local.values
-        self._group, self._first_owners = _owners(local, what, summaries)
+        # ``_holders[name]``: the index in ``_group`` of the first holder. ``_writers[index]``: the rank of the world with this index in the
+        # group of rank 0. It alone writes what is not sharded.
+        self._group, self._writers = _owners(local, what, summaries)
         if self._group.size == 1:  # on every rank, because each has all tensors; there is nothing to compare
             self._holders = dict.fromkeys(local.entries, 0)
             self.index = Index(entries=local.entries, metadata=local.metadata)
@@ -203,7 +210,7 @@ class WholeState:
                     f"{', '.join(names)} become one tensor in files of the hub, and lie on different stages. Save to a file (.pt,"
                     " .safetensors), which keeps the model's names."
                 )
-            rank = self._first_owners[holders.pop()]
+            rank = self._writers[holders.pop()]
         found: dict[str, torch.Tensor] = {}
         for name in names:
             whole = self._gathered_on(rank, name)
@@ -230,7 +237,7 @@ class WholeState:
                     continue
                 if own.stop - own.start == parameter.numel():
                     own = None
-            elif self._first_owners[self._holders[name]] == rank:
+            elif self._writers[self._holders[name]] == rank:
                 ranges = [(0, entry.shape.numel())]
             else:
                 continue
@@ -261,7 +268,7 @@ class WholeState:
     def _sent_to_rank_0(self, name: str, entry: TensorEntry) -> torch.Tensor | None:
         """Gather the tensor on rank 0. If rank 0 has no part of it, another rank gathers it and broadcasts it."""
         holder = self._holders[name]
-        whole = self._gathered_on(self._first_owners[holder], name)
+        whole = self._gathered_on(self._writers[holder], name)
         return whole if holder == 0 or 0 not in self._group.ranks else self._sent(holder, whole, entry)
 
     def _sent(self, holder: int, whole: torch.Tensor | None, entry: TensorEntry) -> torch.Tensor:
@@ -294,9 +301,9 @@ def _like(value: Value) -> torch.Tensor:
 
 
 def _owners(local: LocalState, what: str, summaries: Sequence[LayoutSummary]) -> tuple[Group, Sequence[int]]:
-    """Return this rank's group of ranks that together hold the whole model, and the ranks of rank 0's such group.
+    """Return the ranks that together hold the whole model, this rank among them, and the ranks of that group that has rank 0.
 
-    Raises :class:`CheckpointError`, which names ``what``, if ranks that should have the same parameters have not.
+    Collective if the layouts of ranks differ. Raises :class:`CheckpointError`, which names ``what``, if ranks that should have the same parameters have not.
     """
     if difference := local.layout.difference(summaries):
         raise CheckpointError(f"{what}: {difference} {DECLARE_LOCAL}")
