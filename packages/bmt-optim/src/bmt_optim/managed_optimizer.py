@@ -112,7 +112,7 @@ def managed(optimizer: Any) -> ManagedOptimizer:
         return _StepTakesScale(optimizer)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return _StepReadsFlag(optimizer)
-    return _PlainOptimizer(optimizer)
+    return PlainOptimizer(optimizer)
 
 
 def complaint_about_shapes(
@@ -127,7 +127,7 @@ def complaint_about_shapes(
     return None
 
 
-class _PlainOptimizer(ManagedOptimizer):
+class PlainOptimizer(ManagedOptimizer):
     """An optimizer that knows neither scales nor flags: its gradients are divided in place, in their own dtype."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -166,14 +166,14 @@ class _PlainOptimizer(ManagedOptimizer):
         return complaint_about_shapes(sorted(keys), shapes, shape)
 
 
-class _StepTakesScale(_PlainOptimizer):
+class _StepTakesScale(PlainOptimizer):
     """An optimizer like BMTrain's: ``step(scale=...)`` divides the gradients."""
 
     def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
         return self._optimizer.step(scale=scale)
 
 
-class _StepReadsFlag(_PlainOptimizer):
+class _StepReadsFlag(PlainOptimizer):
     """An optimizer with the attributes of ``torch.amp.GradScaler``: ``found_inf`` skips the step, ``grad_scale`` divides."""
 
     skips_on_device = True

@@ -37,9 +37,10 @@ from bmt_core.run.same_data import SAME_LOSS, Occasions, check_same
 from bmt_core.user_warnings import warn_user
 from bmt_optim.clipping import clip
 from bmt_optim.current_run import device_of, gradient_divisor, kernels_for, world
+from bmt_optim.float32_masters import HALF_TYPES, Float32Masters
 from bmt_optim.loss_scale import LossScale
 from bmt_optim.lr_scheduler import WarmupLRScheduler
-from bmt_optim.managed_optimizer import ManagedOptimizer, managed
+from bmt_optim.managed_optimizer import ManagedOptimizer, PlainOptimizer, managed
 from bmt_optim.plain_gradients import PlainGradients
 from bmt_optim.scheduler_steps import SchedulerSteps
 from bmt_optim.state.logical_state import (
@@ -192,8 +193,15 @@ class OptimManager:
     def grad_scale(self, value: float | None) -> None:
         self._grad_scale = value
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+    def add_optimizer(
+        self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, *, masters: bool = False
+    ) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
+
+        ``masters``: the optimizer steps float32 copies of parameters of half types, and these are the copies, rounded. The copies
+        are part of its state; gradients are divided by the loss scale in float32. Without it, updates that are small beside a half
+        weight are lost, which is warned about. ``AdamOptimizer`` and other optimizers of bmt keep such copies by themselves. It
+        must be an elementwise optimizer of torch's interface.
 
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
         in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
@@ -205,6 +213,10 @@ class OptimManager:
         if any(optimizer is known for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
         adapted = managed(optimizer)
+        if masters:
+            adapted = _with_masters(optimizer, adapted)
+        elif isinstance(adapted, PlainOptimizer):
+            _warn_of_half_parameters(optimizer)
         check_elementwise(optimizer)
         _check_scheduler(lr_scheduler)
         check_groups_by_ndim(adapted.param_groups)
@@ -528,6 +540,27 @@ def _check_scheduler(scheduler: Any) -> None:
             f"{type(scheduler).__name__}.step needs {', '.join(needed)}, which OptimManager.step()"
             " does not have. Add the optimizer without this scheduler, and call"
             f" scheduler.step({', '.join(needed)}) yourself after manager.step()."
+        )
+
+
+def _with_masters(optimizer: Any, adapted: ManagedOptimizer) -> Float32Masters:
+    name = type(optimizer).__name__
+    if not isinstance(adapted, PlainOptimizer):
+        raise ConfigError(f"{name} says itself how it steps half weights: add it without masters=True.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"masters=True needs an optimizer with torch's groups and states, and {name} is no torch.optim.Optimizer."
+        )
+    return Float32Masters(optimizer)
+
+
+def _warn_of_half_parameters(optimizer: Any) -> None:
+    """Warn on rank 0 if ``optimizer`` steps parameters of half types itself."""
+    halves = [p for group in optimizer.param_groups for p in group["params"] if p.dtype in HALF_TYPES]
+    if halves and rank() == 0:
+        warn_user(
+            f"{type(optimizer).__name__} steps {len(halves)} parameters of {str(halves[0].dtype).removeprefix('torch.')} itself, so"
+            " updates that are small beside a weight are lost. add_optimizer(optimizer, masters=True) lets it step float32 copies."
         )
 
 

@@ -1,0 +1,87 @@
+"""``Float32Masters``: lets an elementwise optimizer step float32 copies of parameters of half types.
+
+A step of 1e-4 to a weight of 1 is lost in bfloat16, whose next number below is 0.996. So the optimizer steps a float32 copy, the
+master, and the weight is the master, rounded. ``AdamOptimizer`` keeps masters by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bmt_core.params.gradient_sum import float32_sum_of
+from bmt_core.params.owner import owner_of
+from bmt_optim.adam.parameter_state import MASTER, followed_master
+from bmt_optim.managed_optimizer import PlainOptimizer
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class Float32Masters(PlainOptimizer):
+    """Steps ``optimizer`` with a float32 master in place of each parameter of a half type that has a gradient.
+
+    A master has the shape of this rank's part (1-D if the parameter is sharded). It is made at the parameter's first step, and is
+    part of its state, under the key ``"_param_fp32"``. Inside of a step, the optimizer's groups and states have the masters; outside
+    of it they have the parameters, as without masters. If a parameter was written between steps (``bmt.load``, an in-place
+    operation), its master takes the new value. A step needs memory for the gradients in float32.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        # By parameter: the object that the optimizer steps, and the parameter's version after the step.
+        self._masters: dict[torch.nn.Parameter, tuple[torch.nn.Parameter, int]] = {}
+
+    @torch.no_grad()
+    def step(self, *, scale: float = 1, found_inf: torch.Tensor | None = None) -> object:
+        with self._masters_in_place(1 / scale) as masters:
+            result = self._optimizer.step()
+        if masters:
+            torch._foreach_copy_(list(masters), list(masters.values()))
+        self._masters.update({p: (master, p._version) for p, master in masters.items()})
+        for owner in {owner_of(p) for p in masters}:
+            if owner is not None:  # every rank tells its owner, even if its part is empty
+                owner.note_update()
+        return result
+
+    @contextmanager
+    def _masters_in_place(self, factor: float) -> Iterator[dict[torch.nn.Parameter, torch.nn.Parameter]]:
+        """Yield the masters by parameter. Inside, the groups and states have them, with gradients in float32 times ``factor``."""
+        state = self._optimizer.state
+        before = [group["params"] for group in self.param_groups]
+        parameters = [p for params in before for p in params if p.grad is not None]
+        masters = {p: self._master_of(p) for p in parameters if p.dtype in HALF_TYPES}
+        for p, master in masters.items():
+            total = float32_sum_of(p.grad)
+            master.grad = p.grad.to(torch.float32) if total is None else total.clone()
+            values = state.pop(p, {})
+            values.pop(MASTER, None)
+            if values:
+                state[master] = values
+        grads = [masters.get(p, p).grad for p in parameters]
+        if factor != 1 and grads:
+            torch._foreach_mul_(grads, factor)
+        for group, params in zip(self.param_groups, before, strict=True):
+            group["params"] = [masters.get(p, p) for p in params]
+        try:
+            yield masters
+        finally:
+            for group, params in zip(self.param_groups, before, strict=True):
+                group["params"] = params
+            for p, master in masters.items():
+                master.grad = None
+                state[p] = {**state.pop(master, {}), MASTER: master.detach()}
+
+    def _master_of(self, p: torch.nn.Parameter) -> torch.nn.Parameter:
+        """Return the master of ``p``, with the value of ``p`` where that was written since the last step."""
+        saved = self._optimizer.state.get(p, {}).get(MASTER)
+        master, version = self._masters.get(p, (None, -1))
+        if saved is None:
+            return torch.nn.Parameter(p.detach().to(torch.float32, copy=True).as_subclass(torch.Tensor))
+        if master is None or master.data_ptr() != saved.data_ptr():
+            master, version = torch.nn.Parameter(saved.detach().to(p.device)), -1  # the state was loaded
+        if version != p._version:
+            master.copy_(followed_master(master, p))
+        return master
