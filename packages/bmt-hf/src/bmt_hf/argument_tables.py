@@ -20,18 +20,20 @@ def _names(text: str) -> frozenset[str]:
 
 KEPT = _names(
     """
-    output_dir do_train do_eval do_predict resume_from_checkpoint local_rank seed data_seed full_determinism tf32
-    per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
-    warmup_steps optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
-    average_tokens_across_devices label_smoothing_factor bf16 neftune_noise_alpha torch_empty_cache_steps use_cache
-    logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
-    include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project
-    trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
-    per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object
-    eval_accumulation_steps include_for_metrics batch_eval_metrics save_strategy save_steps metric_for_best_model
-    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint hub_token hub_private_repo
-    hub_model_id hub_revision dataloader_drop_last dataloader_num_workers dataloader_pin_memory
-    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
+    output_dir do_train do_eval do_predict resume_from_checkpoint local_rank seed data_seed
+    full_determinism tf32 per_device_train_batch_size num_train_epochs max_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon gradient_accumulation_steps average_tokens_across_devices label_smoothing_factor
+    bf16 neftune_noise_alpha torch_empty_cache_steps use_cache logging_strategy logging_steps
+    logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen
+    log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
+    trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+    per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
+    eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
+    save_strategy save_steps metric_for_best_model greater_is_better ignore_data_skip
+    restore_callback_states_from_checkpoint hub_token hub_private_repo hub_model_id hub_revision
+    dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     remove_unused_columns label_names train_sampling_strategy length_column_name
     """
 )
@@ -39,9 +41,9 @@ KEPT = _names(
 
 DONE_BY_BMT = _names(
     """
-    accelerator_config activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
-    gradient_checkpointing_kwargs ddp_timeout fp16 load_best_model_at_end max_grad_norm optim save_only_model
-    save_total_limit use_cpu
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs
+    gradient_checkpointing gradient_checkpointing_kwargs ddp_timeout fp16 load_best_model_at_end
+    max_grad_norm optim save_only_model save_total_limit use_cpu
     """
 )
 """They have the same purpose. ``docs/hugging-face.md`` says how bmt does each, and which values it refuses."""

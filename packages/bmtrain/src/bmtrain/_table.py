@@ -43,9 +43,11 @@ TABLE: dict[str, dict[str, Home]] = {
         **_from(
             "bmt_core",
             """
-            BlockUse BmtError CallError CheckpointError ConfigError DistributedModule DistributedParameter NotInitializedError
-            Locality MeshAxis ParameterInitializer PluginError RemoteError current gather_result grouped_parameters init_distributed
-            init_parameters is_initialized rank shutdown sum_loss synchronize whole_parameters world_size
+            BlockUse BmtError CallError CheckpointError ConfigError DistributedModule
+            DistributedParameter NotInitializedError Locality MeshAxis ParameterInitializer
+            PluginError RemoteError current gather_result grouped_parameters init_distributed
+            init_parameters is_initialized rank shutdown sum_loss synchronize whole_parameters
+            world_size
             """,
         ),
         **_from("bmt_checkpoint", "latest load load_checkpoint save save_checkpoint wait_for_saves"),
