@@ -25,7 +25,8 @@ import bmtrain as bmt
 
 def replaceable():
     wrappers = DistributedDataParallel, FullyShardedDataParallel
-    inside = clip_grad._clip_grads_with_norm_, _fully_shard._validate_module, replicate_with_fsdp._validate_module
+    validators = _fully_shard._validate_module, replicate_with_fsdp._validate_module
+    inside = clip_grad._clip_grads_with_norm_, *validators
     return *(wrapper.__init__ for wrapper in wrappers), *inside, *vars(torch.nn.init).values()
 
 
@@ -38,7 +39,8 @@ def hooks():
         for name, value in vars(module).items():
             if name.startswith("_global_") and hasattr(value, "__len__"):
                 found[name] = len(value)
-    found["foreach"] = [len(optimizers._foreach_supported_types), len(foreach._foreach_supported_types)]
+    types = optimizers._foreach_supported_types, foreach._foreach_supported_types
+    found["foreach"] = [len(of_module) for of_module in types]
     found["replaced"] = replaceable() != ORIGINALS
     return found
 
@@ -46,8 +48,10 @@ def hooks():
 seen = [hooks()]
 for _ in range(2):
     bmt.init_distributed(device="cpu")
-    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(3, 3)]), torch.nn.Linear(3, 3)))
-    for optimizer in (bmt.optim.AdamOptimizer(model.parameters()), bmt.optim.AdamOffloadOptimizer(model.parameters())):
+    layers = torch.nn.ModuleList([torch.nn.Linear(3, 3)])
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(layers, torch.nn.Linear(3, 3)))
+    for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
+        optimizer = kind(model.parameters())
         manager = bmt.optim.OptimManager()
         manager.add_optimizer(optimizer)
         manager.backward(model[1](model[0][0](torch.ones(2, 3))).sum())

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def find_problems(texts: dict[str, str]) -> list[str]:
     """Return a line for each package file without a version, with another version, or with a loose pin.
 
-    >>> find_problems({"a": 'version = "0.1.0"', "b": 'version = "0.1.0"\\ndependencies = ["bmt-core>=0.1"]'})
+    >>> one = 'version = "0.1.0"'
+    >>> find_problems({"a": one, "b": one + '\\ndependencies = ["bmt-core>=0.1"]'})
     ["b: 'bmt-core>=0.1' should be 'bmt-core==0.1.0'"]
     """
     versions = {name: match[2] for name, text in texts.items() if (match := VERSION.search(text))}
@@ -58,7 +59,8 @@ def find_problems(texts: dict[str, str]) -> list[str]:
 def with_version(text: str, version: str) -> str:
     """Return the text of a package's ``pyproject.toml`` with ``version`` and with its pins of siblings changed to it.
 
-    >>> print(with_version('name = "bmt-zero"\\nversion = "0.1.0"\\ndependencies = ["bmt-core==0.1.0"]', "0.2.0"))
+    >>> text = 'name = "bmt-zero"\\nversion = "0.1.0"\\ndependencies = ["bmt-core==0.1.0"]'
+    >>> print(with_version(text, "0.2.0"))
     name = "bmt-zero"
     version = "0.2.0"
     dependencies = ["bmt-core==0.2.0"]

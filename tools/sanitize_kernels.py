@@ -74,7 +74,8 @@ def environment(stage: Path) -> dict[str, str]:
         # Python is not built with the sanitizers, so their libraries must come before all others.
         "LD_PRELOAD": " ".join(libraries),
         # Leaks: Python keeps what it has until the end. Signs of overlap in the order of constructors are torch's.
-        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0:abort_on_error=1:allocator_may_return_null=1",
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0:abort_on_error=1"
+        ":allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
 

@@ -35,7 +35,8 @@ class Shard:
     anew in every epoch from ``seed``. So a step trains on the same windows whatever the number of ranks is, a window never
     changes ranks, and the step's number is all there is to know about the position in the data.
 
-    >>> [Shard(8, batch_size=4, seed=0, rank=rank, world_size=2).indices(0).remainder(4).tolist() for rank in range(2)]
+    >>> shards = [Shard(8, batch_size=4, seed=0, rank=rank, world_size=2) for rank in range(2)]
+    >>> [shard.indices(0).remainder(4).tolist() for shard in shards]
     [[0, 1], [2, 3]]
     """
 

@@ -39,7 +39,7 @@ def adam_cases(
         Case("bmt, fp16, float32 master", _step(kernels, elements, device, torch.float16, torch.float32), _MASTER * elements),
         Case("bmt, bf16, 16-bit remainder", _step(kernels, elements, device, bf16, torch.int16), _REMAINDER * elements),
         Case("reference, bf16, float32 master", _step(REFERENCE, elements, device, bf16, torch.float32), _MASTER * elements),
-    ]  # fmt: skip
+    ]
     theirs = _deepspeed(elements) if device.type == "cpu" else None
     yield cases if theirs is None else [*cases, theirs]
 

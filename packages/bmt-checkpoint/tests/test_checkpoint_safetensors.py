@@ -529,7 +529,8 @@ def test_no_mutation_of_a_checkpoint_loads_other_values_or_raises_another_error(
 
 CRASH = textwrap.dedent(
     """
-    # Save to a directory that has a model, and die at the n-th thing done to the file system, for every n until one gets through.
+    # Save to a directory that has a model, and die at the n-th thing done to the file system,
+    # for every n until one gets through.
     import os, sys
     from pathlib import Path
     import torch

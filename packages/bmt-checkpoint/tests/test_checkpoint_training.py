@@ -436,7 +436,8 @@ def load_step(folder: str) -> int:
 
 CRASH = textwrap.dedent(
     """
-    # Save once; save again and die at the n-th thing that is done to the file system, for every n until a save gets through.
+    # Save once; save again and die at the n-th thing that is done to the file system,
+    # for every n until a save gets through.
     import os, sys
     from pathlib import Path
     import torch
@@ -463,7 +464,8 @@ CRASH = textwrap.dedent(
         bmt_checkpoint.save_checkpoint(folder, net(2.0), step=step, extra="second")
         os._exit(0)
 
-    def save_first():  # by a child, because another process may not save while this one has the directory's lock
+    # by a child, because another process may not save while this one has the directory's lock
+    def save_first():
         child = os.fork()
         if child == 0:
             bmt_checkpoint.save_checkpoint(folder, net(1.0), step=1, extra="first")

@@ -149,7 +149,8 @@ CRASH = textwrap.dedent(
 
     model = torch.nn.Linear(100, 100)
     torch.nn.init.ones_(model.weight)
-    bmt_checkpoint.save(model, sys.argv[1], format=CrashInTheMiddle() if sys.argv[2] == "middle" else CrashAtTheEnd())
+    format = CrashInTheMiddle() if sys.argv[2] == "middle" else CrashAtTheEnd()
+    bmt_checkpoint.save(model, sys.argv[1], format=format)
     """
 )
 

@@ -209,7 +209,8 @@ PROGRAM = """
 import torch
 import bmt_core
 bmt_core.init_distributed(seed=0, device="cpu", timeout=60)
-print("sum", int(bmt_core.sum_loss(torch.tensor([float(bmt_core.rank() + 1)])) * bmt_core.world_size()), flush=True)
+mean = bmt_core.sum_loss(torch.tensor([float(bmt_core.rank() + 1)]))
+print("sum", int(mean * bmt_core.world_size()), flush=True)
 bmt_core.shutdown()
 """
 
@@ -301,7 +302,8 @@ SCRIPT = """
 import os, subprocess, sys
 for number in ("first", "second"):
     place = f"{number} program of rank {os.environ['SLURM_PROCID']}"
-    subprocess.run([sys.executable, "-c", os.environ["PROGRAM"]], env={**os.environ, "PLACE": place}, check=True)
+    environment = {**os.environ, "PLACE": place}
+    subprocess.run([sys.executable, "-c", os.environ["PROGRAM"]], env=environment, check=True)
 """
 
 

@@ -19,18 +19,21 @@ import torch
 if importlib.util.find_spec("numpy"):
     import numpy
 before = (
-    torch.get_rng_state().tolist(), random.getstate(), torch.get_num_threads(), torch.get_default_dtype(),
-    torch.backends.cudnn.benchmark, torch.is_grad_enabled(), signal.getsignal(signal.SIGINT), threading.active_count(),
+    torch.get_rng_state().tolist(), random.getstate(), torch.get_num_threads(),
+    torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.is_grad_enabled(),
+    signal.getsignal(signal.SIGINT), threading.active_count(),
 )
 import bmt_core
 after = (
-    torch.get_rng_state().tolist(), random.getstate(), torch.get_num_threads(), torch.get_default_dtype(),
-    torch.backends.cudnn.benchmark, torch.is_grad_enabled(), signal.getsignal(signal.SIGINT), threading.active_count(),
+    torch.get_rng_state().tolist(), random.getstate(), torch.get_num_threads(),
+    torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.is_grad_enabled(),
+    signal.getsignal(signal.SIGINT), threading.active_count(),
 )
 assert before == after
 assert not torch.distributed.is_initialized()
 assert not torch.cuda.is_initialized()
-heavy = {"rich", "pytest", "torch._dynamo", "torch._inductor", "bmt_testing", "bmt_core.cli", "bmt_zero", "bmt_optim"}
+heavy = {"rich", "pytest", "torch._dynamo", "torch._inductor"}
+heavy |= {"bmt_testing", "bmt_core.cli", "bmt_zero", "bmt_optim"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert bmt_core.is_initialized() is False and bmt_core.rank() == 0 and bmt_core.world_size() == 1
 """

@@ -23,8 +23,9 @@ from bmt_core import torch_internals as internals
 from bmt_testing import run_ranks
 
 PRIVATE = re.compile(
-    r"torch\._C\.|torch\._(?!foreach_|_)\w+|\._cdata|_execution_engine|_backward_hooks|_make_subclass|_foreach_supported_types"
-    r"|TensorBase|CURRENT_DEVICE|_grad_hooks|_is_profiler_enabled|_load_state_dict_(?:pre|post)_hooks|\._state_dict_(?:pre_)?hooks"
+    r"torch\._C\.|torch\._(?!foreach_|_)\w+|\._cdata|_execution_engine|_backward_hooks"
+    r"|_make_subclass|_foreach_supported_types|TensorBase|CURRENT_DEVICE|_grad_hooks"
+    r"|_is_profiler_enabled|_load_state_dict_(?:pre|post)_hooks|\._state_dict_(?:pre_)?hooks"
     r"|_non_persistent_buffers_set|_IncompatibleKeys|\._base\b|optimized_execution|\.__code__"
 )
 

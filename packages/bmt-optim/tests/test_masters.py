@@ -83,7 +83,8 @@ def test_by_default_the_kernels_decide(has_compact_adam: bool, monkeypatch: pyte
             return None
 
         def adam_step(  # type: ignore[no-untyped-def]
-            self, params, grads, exp_avgs, exp_avg_sqs, masters, *, step, lr, beta1, beta2, eps, weight_decay, decoupled,
+            self, params, grads, exp_avgs, exp_avg_sqs, masters, *, step, lr, beta1, beta2, eps,
+            weight_decay, decoupled,
             hold=False, scale=1.0, clip=None, skip=None,
         ):  # fmt: skip
             kinds.append(masters[0].dtype)

@@ -34,7 +34,8 @@ from bmt_core.state.index import Index, TensorEntry
 from bmt_core.state.whole_state import OwnPart, WholeState
 
 _SHARD = re.compile(
-    r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors|\.model-(\d+-)?\d{5}-of-\d{5}\.safetensors(\.[0-9a-f]+)?\.tmp"
+    r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors"
+    r"|\.model-(\d+-)?\d{5}-of-\d{5}\.safetensors(\.[0-9a-f]+)?\.tmp"
 )
 _MOST_FILES = 64  # each is opened by all ranks that have a part of its tensors
 _Plan = tuple[list[str], str, dict[str, tuple[int, int]]]

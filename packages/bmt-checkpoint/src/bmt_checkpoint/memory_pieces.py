@@ -24,7 +24,8 @@ def pieces(data: Any) -> Iterator[memoryview]:
     If each piece is checksummed and then written, memory is read once. And a file system may be slow in single large writes: ext4
     of Linux 6 took 4 s for 8 of 64 MiB, and 0.5 s for 512 of 1 MiB.
 
-    >>> [bytes(piece) for piece in pieces(b"abc")], [len(piece) for piece in pieces(bytes((1 << 20) + 5))]
+    >>> long = bytes((1 << 20) + 5)
+    >>> [bytes(piece) for piece in pieces(b"abc")], [len(piece) for piece in pieces(long)]
     ([b'abc'], [1048576, 5])
     """
     view = memoryview(data).cast("B")

@@ -40,7 +40,7 @@ class CallError(RemoteError):
 def cause_of(error: BaseException) -> str:
     """Return the class and the first sentence of ``error``, for the error text that names it as the cause.
 
-    >>> cause_of(RuntimeError("failed finding central directory. This is an internal miniz error. If you ..."))
+    >>> cause_of(RuntimeError("failed finding central directory. This is an internal error. ..."))
     'RuntimeError: failed finding central directory'
     """
     sentence = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".,:")

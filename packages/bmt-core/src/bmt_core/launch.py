@@ -49,8 +49,10 @@ class Launch:
         of them, for values that are not numbers, for a rank outside the world, and where a launcher has started several
         processes without these variables, each of which would be a run of its own.
 
-        >>> Launch.from_env({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
-        Launch(rank=1, world_size=4, local_rank=1, local_world_size=4, launcher='RANK and WORLD_SIZE')
+        >>> where = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        >>> launch = Launch.from_env({"RANK": "1", "WORLD_SIZE": "4", **where})
+        >>> launch.rank, launch.local_world_size, launch.launcher
+        (1, 4, 'RANK and WORLD_SIZE')
         >>> Launch.from_env({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
         Launch(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher='Slurm')
         """
@@ -74,7 +76,8 @@ def rendezvous_address(launch: Launch, environ: Mapping[str, str] | None = None)
     Slurm tells both: the first host of the step, and a port that follows from the numbers of job and step. Open MPI tells a
     port, and the host if there is only one. Raises :class:`ConfigError` for what is not known.
 
-    >>> step = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    >>> step = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    >>> step["SLURM_TASKS_PER_NODE"] = "1(x2)"
     >>> step |= {"SLURM_JOB_NODELIST": "gpu[008-009]", "SLURM_NODEID": "0"}
     >>> rendezvous_address(Launch.from_env(step), step)
     ('gpu008', 26996)
@@ -95,7 +98,8 @@ def rendezvous_address(launch: Launch, environ: Mapping[str, str] | None = None)
 def separate_runs(environ: Mapping[str, str] | None = None) -> str:
     """Return a warning if ``srun`` has started several torchruns, and this one has not joined all of them; "" otherwise.
 
-    >>> "torchrun has joined 1 of them" in separate_runs({"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"})
+    >>> environment = {"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    >>> "torchrun has joined 1 of them" in separate_runs(environment)
     True
     """
     environ = os.environ if environ is None else environ

@@ -80,7 +80,8 @@ def cross_entropy_backward_(
     Each logit is read once and written once. Nobody, autograd included, may need the old logits afterwards.
 
     >>> x, target, one = torch.zeros(1, 2), torch.tensor([0]), torch.ones(1)
-    >>> cross_entropy_backward_(x, target, torch.zeros(1), torch.full((1,), 2.0).log(), one, one, None)
+    >>> log_sum = torch.full((1,), 2.0).log()
+    >>> cross_entropy_backward_(x, target, torch.zeros(1), log_sum, one, one, None)
     tensor([[-0.5000,  0.5000]])
     """
     kernels = kernels_on(logits.device)

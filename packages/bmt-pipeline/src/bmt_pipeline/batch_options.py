@@ -10,9 +10,9 @@ def check_batch_options(batch_dim: object, batch_related: object) -> None:
     :class:`PipelineTransformerBlockList` and :func:`train_step` take.
 
     >>> check_batch_options((0, 1), [0, "mask"])
-    >>> check_batch_options(None, "mask")
+    >>> check_batch_options(None, "mask")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    bmt_core.errors.ConfigError: batch_related must be a list of numbers and names of arguments, [] for none, not 'mask'.
+    bmt_core.errors.ConfigError: batch_related must be a list of numbers and names of ...
     """
     dims = batch_dim if isinstance(batch_dim, tuple) else (batch_dim, batch_dim)
     if batch_dim is not None and not (len(dims) == 2 and all(type(dim) is int and dim >= 0 for dim in dims)):

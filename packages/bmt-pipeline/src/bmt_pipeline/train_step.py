@@ -66,9 +66,11 @@ def train_step(
     gradients). For the mean over tokens give ``count_fn``, and let ``loss_fn`` return the sum of the tokens' losses::
 
         def loss_fn(logits, targets):
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+            logits, targets = logits.flatten(0, 1), targets.flatten()
+            return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
-        loss = train_step(model, loss_fn, batch, count_fn=lambda targets: (targets != -100).sum(), manager=optim_manager)
+        count_fn = lambda targets: (targets != -100).sum()
+        loss = train_step(model, loss_fn, batch, count_fn=count_fn, manager=optim_manager)
 
     The loss is then the sum over all micro-batches of all pipelines, divided by ``count_fn`` of all their targets, and so are its
     gradients. Counts are made of targets because the division must be known before the first backward.
@@ -83,7 +85,8 @@ def train_step(
     manager they are those of ``loss.backward()`` on every rank: sums over all ranks, or means after
     ``init_distributed(gradients="mean")``. Then clip and step as usual::
 
-        loss = train_step(model, loss_fn, (ids, targets), "1f1b", num_micro_batches=8, manager=optim_manager)
+        batch = ids, targets
+        loss = train_step(model, loss_fn, batch, "1f1b", num_micro_batches=8, manager=optim_manager)
         optim_manager.step()
 
     Under ``torch.no_grad()`` it is :func:`eval_step`, whatever the schedule.
@@ -118,7 +121,7 @@ def eval_step(
 
     The arguments are those of :func:`train_step`, and so are the errors. Call ``model.eval()`` before, as for any model::
 
-        losses = [eval_step(model, loss_fn, batch, num_micro_batches=8) for batch in validation_batches]
+        losses = [eval_step(model, loss_fn, b, num_micro_batches=8) for b in validation_batches]
     """
     dims = BatchDims(batch_dim=batch_dim, batch_related=batch_related)
     layers = _layers_of(model, "eval_step")

@@ -229,8 +229,10 @@ def _min_rows(input: torch.Tensor) -> int:
 def _parts(rows: int, chunks: int | None, least: int) -> list[slice | None]:
     """Cut ``rows`` into ``chunks`` parts of nearly equal size, each of at least ``least`` rows; None: of at least MIN_ROWS, too.
 
-    >>> _parts(5, 2, 1), _parts(8192, None, 1), _parts(600, 2, 512), _parts(0, 2, 1)
-    ([slice(0, 3, None), slice(3, 5, None)], [slice(0, 4096, None), slice(4096, 8192, None)], [None], [])
+    >>> _parts(5, 2, 1), _parts(600, 2, 512), _parts(0, 2, 1)
+    ([slice(0, 3, None), slice(3, 5, None)], [None], [])
+    >>> [(part.start, part.stop) for part in _parts(8192, None, 1)]
+    [(0, 4096), (4096, 8192)]
     """
     count = max(1, min(rows // max(least, MIN_ROWS) if chunks is None else chunks, rows // least))
     if count == 1:

@@ -44,7 +44,8 @@ def examine_environment(environ: Mapping[str, str], machine: Machine) -> list[Fi
     """Return all findings, errors first.
 
     >>> environ = {"OMP_NUM_THREADS": "2", "CUDA_LAUNCH_BLOCKING": "1"}
-    >>> [finding.variable for finding in examine_environment(environ, Machine(cores=2, device_type="cpu"))]
+    >>> machine = Machine(cores=2, device_type="cpu")
+    >>> [finding.variable for finding in examine_environment(environ, machine)]
     ['CUDA_LAUNCH_BLOCKING']
     """
     findings = [

@@ -97,7 +97,8 @@ def in_one_order(names: Sequence[Sequence[str]]) -> list[str]:
     Names that all ranks have divide each list into sections. In a section each rank's order is kept; among the ranks' next names
     the one with the lowest numbers comes first, because layers are numbered through the whole model.
 
-    >>> in_one_order([["embedding", "layers.0", "layers.2", "head"], ["embedding", "layers.1", "layers.10", "head"]])
+    >>> first = ["embedding", "layers.0", "layers.2", "head"]
+    >>> in_one_order([first, ["embedding", "layers.1", "layers.10", "head"]])
     ['embedding', 'layers.0', 'layers.1', 'layers.2', 'layers.10', 'head']
     """
     common = set(names[0]).intersection(*names[1:])

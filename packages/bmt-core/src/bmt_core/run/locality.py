@@ -92,7 +92,8 @@ class Locality:
     def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor from its ``slices``; the inverse of :meth:`cut`.
 
-        >>> Locality("tensor", split_dim=0, sections=(4, 2)).join([torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5])])
+        >>> locality = Locality("tensor", split_dim=0, sections=(4, 2))
+        >>> locality.join([torch.tensor([0, 1, 4]), torch.tensor([2, 3, 5])])
         tensor([0, 1, 2, 3, 4, 5])
         """
         assert self.split_dim is not None

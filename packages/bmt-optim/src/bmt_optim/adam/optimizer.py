@@ -40,10 +40,11 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
     master, which starts in the first step as a copy of the parameter; ``"exp_avg"`` and ``"exp_avg_sq"`` are float32 too. With
     s = ``scale``, t = ``"step"`` from 1::
 
-        g <- g / s                          (g <- g / s + weight_decay * p, if the decay is not decoupled)
+        g <- g / s                          (+ weight_decay * p, if the decay is not decoupled)
         m <- beta1 * m + (1 - beta1) * g
         v <- beta2 * v + (1 - beta2) * g**2
-        p <- p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)    (- lr * weight_decay * p, if decoupled)
+        p <- p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
+                                            (- lr * weight_decay * p, if it is decoupled)
 
     For float32 parameters the default is ``torch.optim.Adam`` in every bit. In the first ``hold_steps`` steps of a parameter the
     moments change and the parameter does not. Sources: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.

@@ -27,8 +27,9 @@ def make_schedule(schedule: str | Schedule, stages: int, micro_batches: int, chu
     Raises :class:`ConfigError` for an unknown name, for sizes that the schedule does not support, and for a ``Schedule`` that was
     made for other sizes or cannot run.
 
-    >>> make_schedule("1f1b", stages=4, micro_batches=8).orders[3][:2]
-    (Action(kind=<Kind.FORWARD: 'F'>, micro_batch=0, chunk=0), Action(kind=<Kind.BACKWARD: 'B'>, micro_batch=0, chunk=0))
+    >>> schedule = make_schedule("1f1b", stages=4, micro_batches=8)
+    >>> [(action.kind.value, action.micro_batch) for action in schedule.orders[3][:3]]
+    [('F', 0), ('B', 0), ('F', 1)]
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:

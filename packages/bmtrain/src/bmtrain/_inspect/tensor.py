@@ -142,7 +142,8 @@ def _described(parts: Sequence[_Part]) -> Statistics:
 def _joined_shape(shapes: Sequence[Shape]) -> Shape:
     """Return the shape of tensors of ``shapes`` one after another along dim 0.
 
-    >>> _joined_shape([(2, 3), (1, 3)]), _joined_shape([(2, 3), (2, 4)]), _joined_shape([(), ()]), _joined_shape([()])
+    >>> shapes = [(2, 3), (1, 3)], [(2, 3), (2, 4)], [(), ()], [()]
+    >>> tuple(map(_joined_shape, shapes))
     ((3, 3), (4, -1), (2,), ())
     """
     if len(shapes) == 1:

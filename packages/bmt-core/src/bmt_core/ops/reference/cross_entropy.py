@@ -30,8 +30,8 @@ def cross_entropy_forward(
 
         row_max           the largest logit
         log_sum           log of the sum over c of exp(x_c - row_max); -inf where row_max is
-        target_log_prob   log p of the target; 0 if it is not one of these classes (no memory is read for it)
-        log_prob_sum      sum over c of weight_c * log p_c, with weight 1 if None (C,); None unless ``with_sum``
+        target_log_prob   log p of the target; 0 if it is not one of these classes (nothing is read)
+        log_prob_sum      sum over c of weight_c * log p_c (weight (C,) or 1); None unless with_sum
     """
     dtype = computation_dtype(logits.dtype)
     row_max, log_sum, target_log_prob, log_prob_sum = torch.empty((4, len(logits)), dtype=dtype, device=logits.device)
