@@ -50,8 +50,8 @@ class Measurement:
     def bus_bandwidth(self) -> float:
         """S/t times the operation's factor.
 
-        >>> measured = Measurement("all_gather", ranks=4, bytes=4000, seconds=2.0, bus_factor=3 / 4)
-        >>> measured.bus_bandwidth
+        >>> what = {"operation": "all_gather", "ranks": 4, "bus_factor": 3 / 4}
+        >>> Measurement(**what, bytes=4000, seconds=2.0).bus_bandwidth
         1500.0
         """
         return self.algorithm_bandwidth * self.bus_factor
