@@ -54,6 +54,7 @@ from bmt_optim.state.logical_state import (
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
+from bmt_optim.whole_tensors.optimizer import whole_of
 
 NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")
@@ -192,7 +193,7 @@ class OptimManager:
     def grad_scale(self, value: float | None) -> None:
         self._grad_scale = value
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, *, whole: bool = False) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
 
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
@@ -201,9 +202,13 @@ class OptimManager:
         needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see
         :mod:`bmt_core.params.elementwise`. So is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``, and so
         are groups with and without weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
+
+        ``whole``: the optimizer steps whole tensors, each on one rank, as one that :func:`bmt_optim.whole` returns. It must not
+        have stepped. It keeps its groups, which schedulers change, and :attr:`optimizers` has another in its place, to step.
         """
-        if any(optimizer is known for known in self.optimizers):
+        if any(optimizer in (known, getattr(known, "original", None)) for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
+        optimizer = whole_of(optimizer) if whole else optimizer
         adapted = managed(optimizer)
         check_elementwise(optimizer)
         _check_scheduler(lr_scheduler)
