@@ -30,7 +30,7 @@ from bmt_optim.current_run import with_a_group, world
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
 from bmt_optim.state.torch_state import check_torch_state, with_all_options
-from bmt_optim.whole_tensors.option_link import PARAMETERS
+from bmt_optim.whole_tensors.option_link import PARAMETERS, merge
 from bmt_optim.whole_tensors.ownership import Cost, Ownership, distinct, team_of, whole_shape
 from bmt_optim.whole_tensors.team_step import TeamStep
 from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor
@@ -103,8 +103,17 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
                 f"{self._kind.__name__} steps whole tensors on the ranks that own them, where a closure would find the parameters'"
                 " old values. Call backward() before step(), and step() without a closure."
             )
+        counted: dict[int, dict[str, Any]] = {}
         for team in self._teams:
-            team.step(self.param_groups, float(scale))
+            for index, options in team.step(self.param_groups, float(scale)).items():
+                try:
+                    merge(counted.setdefault(index, {}), options, self._kind.__name__)
+                except ConfigError as error:
+                    team.note_failure(error)
+        for index, options in counted.items():
+            self.param_groups[index].update(options)
+        for team in self._teams:
+            team.compare_options(self.param_groups)
         for p, tensor in self._tensors.items():
             if tensor.is_owned and tensor.whole is not None:
                 self._show_state(p, tensor)

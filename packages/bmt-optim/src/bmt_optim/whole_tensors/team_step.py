@@ -54,8 +54,12 @@ class TeamStep:
         self._tensors = [tensor for unit in units for tensor in unit.tensors]
         self._rounds = _rounds(units, self.team.size, self._bucket_bytes, ownership)
 
-    def step(self, groups: Groups, scale: float) -> None:
-        """Take a step with the gradients divided by ``scale``. Collective over the team."""
+    def step(self, groups: Groups, scale: float) -> dict[int, dict[str, Any]]:
+        """Take a step with the gradients divided by ``scale``. Collective over the team.
+
+        Returns what the class has changed in each of ``groups``, for :meth:`keep_options`: other
+        teams step with the options from before.
+        """
         plan = self._agree(groups, scale)
         self._meet([tensor for tensor in self._tensors if tensor in plan.stepped and not tensor.is_met], groups)
         rounds = [met for units in self._rounds if (met := [unit for unit in units if unit.is_met])]
@@ -76,7 +80,9 @@ class TeamStep:
             if tensor in plan.stepped:
                 torch.autograd.graph.increment_version(tensor.p)
                 tensor.note_values()
-        self._keep_options(plan)
+        for index, options in plan.counted.items():
+            self.counted.setdefault(index, set()).update(options)
+        return plan.counted
 
     def _agree(self, groups: Groups, scale: float) -> _Plan:
         """Find out which tensors have a gradient, and which were written on any rank. Collective."""
@@ -156,18 +162,17 @@ class TeamStep:
             try:
                 merge(plan.counted.setdefault(index, {}), options, self._kind)
             except ConfigError as error:
-                self._failure = error
+                self.note_failure(error)
 
-    def _keep_options(self, plan: _Plan) -> None:
-        """Show the program what the class has counted; now and then compare it among the ranks.
-        Collective then.
-        """
-        for index, options in plan.counted.items():
-            plan.groups[index].update(options)
-            self.counted.setdefault(index, set()).update(options)
+    def note_failure(self, error: ConfigError) -> None:
+        """Let all ranks raise ``error``, which this one has found, when they compare options next."""
+        self._failure = error
+
+    def compare_options(self, groups: Groups) -> None:
+        """Now and then compare what the class has counted, and bring it to all ranks. Collective then."""
         if self._occasions.has_come():
             self._raise_failure()
-            self._share_options(plan.groups)
+            self._share_options(groups)
 
     def _raise_failure(self) -> None:
         """Raise on every rank of the team if one has found a difference. Collective."""
