@@ -7,16 +7,19 @@ from bmt_optim.by_name import available, create
 from bmt_optim.decay_groups import param_groups
 from bmt_optim.manager import OptimManager, gather_state, scatter_state
 from bmt_optim.offload.optimizer import AdamOffloadOptimizer
+from bmt_optim.whole_tensors.optimizer import WholeOptimizer, whole
 
 __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "AdamW",
     "OptimManager",
+    "WholeOptimizer",
     "available",
     "create",
     "gather_state",
     "lr_scheduler",
     "param_groups",
     "scatter_state",
+    "whole",
 ]

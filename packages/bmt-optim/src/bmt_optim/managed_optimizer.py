@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from bmt_core.state.state_tensors import StateOwner
 from bmt_optim.current_run import device_of, kernels_for
 
 _NOTHING = nullcontext()
@@ -58,6 +59,17 @@ class ManagedOptimizer(ABC):
     @abstractmethod
     def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
         """Replace the state of ``p`` by ``state``; if that is empty, remove it."""
+
+    def state_owner(self, p: torch.nn.Parameter) -> StateOwner | None:
+        """Return which rank alone has the state of ``p``, of the whole parameter; None if each rank has that of its own part.
+
+        Other ranks return an empty state from :meth:`portable_state`, and :meth:`load_portable_state` ignores what they are given.
+        """
+        return None
+
+    def counted_options(self, index: int) -> dict[str, Any]:
+        """Return options of parameter group ``index`` that steps change, and that ranks without its tensors do not know."""
+        return {}
 
     def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
         """Return why this optimizer cannot load the state of a parameter of ``shape``; None if it can.

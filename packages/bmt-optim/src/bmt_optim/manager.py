@@ -55,6 +55,7 @@ from bmt_optim.state.logical_state import (
 )
 from bmt_optim.state.rank_state import check_rank_state, load_rank_state, rank_state
 from bmt_optim.state.state_form import check_form, check_logical_form, checking_form
+from bmt_optim.whole_tensors.optimizer import whole_of
 
 NonFinite = Literal["skip", "raise", "ignore"]
 logger = logging.getLogger("bmt_optim")
@@ -194,14 +195,14 @@ class OptimManager:
         self._grad_scale = value
 
     def add_optimizer(
-        self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None, *, masters: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        *,
+        masters: bool = False,
+        whole: bool = False,
     ) -> None:
         """Add an optimizer, bmt's or any other, and the scheduler that is stepped after it.
-
-        ``masters``: the optimizer steps float32 copies of parameters of half types, and these are the copies, rounded. The copies
-        are part of its state; gradients are divided by the loss scale in float32. Without it, updates that are small beside a half
-        weight are lost, which is warned about. ``AdamOptimizer`` and other optimizers of bmt keep such copies by themselves. It
-        must be an elementwise optimizer of torch's interface.
 
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
         in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
@@ -209,9 +210,18 @@ class OptimManager:
         needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see
         :mod:`bmt_core.params.elementwise`. So is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``, and so
         are groups with and without weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
+
+        ``whole``: the optimizer steps whole tensors, each on one rank, as one that :func:`bmt_optim.whole` returns. It must not
+        have stepped. It keeps its groups, which schedulers change, and :attr:`optimizers` has another in its place, to step.
+
+        ``masters``: an elementwise optimizer steps float32 copies of parameters of half types, and these are the copies, rounded.
+        The copies are part of its state; gradients are divided by the loss scale in float32. Without it, updates that are small
+        beside a half weight are lost, which is warned about. Optimizers of bmt, and those with ``whole``, keep such copies by
+        themselves.
         """
-        if any(optimizer is known for known in self.optimizers):
+        if any(optimizer in (known, getattr(known, "original", None)) for known in self.optimizers):
             raise ValueError("This optimizer was added already.")
+        optimizer = whole_of(optimizer) if whole else optimizer
         adapted = managed(optimizer)
         if masters:
             adapted = _with_masters(optimizer, adapted)

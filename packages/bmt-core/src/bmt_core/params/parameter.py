@@ -117,6 +117,16 @@ class DistributedParameter(NoRandomFills, NoPartIndices, torch.nn.Parameter):
         return self._shard.group
 
     @property
+    def shard(self) -> Shard:
+        """Which elements of the tensor of :attr:`full_shape` each rank of :attr:`shard_group` holds."""
+        return self._shard
+
+    @property
+    def cuts(self) -> list[tuple[Locality, int]]:
+        """The localities by which :attr:`full_shape` is cut from :attr:`whole_shape`, in order, each with the number of slices."""
+        return [(locality, current().topology.axis_size(locality.axis)) for locality, _ in self._cuts()]
+
+    @property
     def full_shape(self) -> torch.Size:
         """Shape of the tensor that is sharded over :attr:`shard_group`: this rank's slice, if the parameter is cut."""
         return self._shard.shape

@@ -8,7 +8,17 @@ from typing import Any
 
 import torch
 
+from bmt_core.comm.protocols import Group
+
 _REFERENCE = "bmt.tensor"
+
+
+@dataclass(frozen=True)
+class StateOwner:
+    """The one rank of the world that has a parameter's state, among the ranks of ``group``, which share the parameter."""
+
+    rank: int
+    group: Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +26,8 @@ class TensorPart:
     """This rank's part of a tensor that a checkpoint stores whole, under ``name``.
 
     The tensor has ``shape`` and ``dtype``, and is sharded like ``parameter``. If the parameter is distributed, ``value()`` returns
-    the 1-D part that belongs to this rank's part of the parameter; otherwise the whole tensor, the same on every rank.
+    the 1-D part that belongs to this rank's part of the parameter; otherwise the whole tensor, the same on every rank. With an
+    ``owner`` the tensor may have any shape; the owner has all of it, and ``value()`` is called on that rank only.
     """
 
     name: str
@@ -24,6 +35,7 @@ class TensorPart:
     dtype: torch.dtype
     parameter: torch.Tensor
     value: Callable[[], torch.Tensor]
+    owner: StateOwner | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from bmt_core.run.runtime import current, is_initialized, world_group
 from bmt_core.state.index import Index, TensorEntry
 from bmt_core.state.model_tensors import memory_key, whole_shape
 from bmt_core.state.serialization import from_bytes, to_bytes
-from bmt_core.state.state_tensors import TensorPart
+from bmt_core.state.state_tensors import StateOwner, TensorPart
 from bmt_core.torch_internals import state_dict_hooks
 
 Value = torch.Tensor | TensorPart
@@ -228,8 +228,13 @@ class WholeState:
             if value is None:
                 continue
             parameter = _like(value)
+            owner = _owner_of(value)
             own: slice | None = None
-            if isinstance(parameter, DistributedParameter):
+            if owner is not None:
+                if owner.rank != rank:
+                    continue
+                ranges = [(0, entry.shape.numel())]
+            elif isinstance(parameter, DistributedParameter):
                 if parameter.numel() == 0:  # with many ranks, most parts are empty
                     continue
                 own, ranges = parameter.saved_elements()
@@ -248,7 +253,8 @@ class WholeState:
         """Return ``whole`` in host memory, copied if anything else uses its memory."""
         value = self._values.get(name)
         like = None if value is None else _like(value)  # None: received from another rank
-        was_made = like is None or (isinstance(like, DistributedParameter) and like.is_sharded)
+        is_part = isinstance(like, DistributedParameter) and like.is_sharded and _owner_of(value) is None
+        was_made = like is None or is_part
         is_alone = was_made and whole.is_contiguous() and whole.untyped_storage().nbytes() == whole.nbytes
         if is_alone and whole.device.type == "cpu":
             return whole.detach()
@@ -257,6 +263,8 @@ class WholeState:
     def _gathered_on(self, rank: int, name: str) -> torch.Tensor | None:
         """Return the tensor, gathered on ``rank`` of the world, None on others; if it is not distributed, this rank's value."""
         value = self._values.get(name)
+        if isinstance(value, TensorPart) and value.owner is not None:
+            return _sent_by_owner(value, value.owner)
         if isinstance(value, TensorPart):
             part, parameter, shape = value.value(), value.parameter, value.shape
             if not isinstance(parameter, DistributedParameter):
@@ -294,6 +302,21 @@ def _elements(value: Value, own: slice | None) -> torch.Tensor:
     elif isinstance(value, DistributedParameter):
         value = value.detach()
     return value if own is None else value[own]
+
+
+def _sent_by_owner(part: TensorPart, owner: StateOwner) -> torch.Tensor:
+    """Return the tensor, which ``owner`` alone has, on every rank of its group. Collective over the group."""
+    if world_group().rank == owner.rank:
+        sent = part.value().detach().to(part.parameter.device).contiguous()
+    else:
+        sent = torch.empty(part.shape, dtype=part.dtype, device=part.parameter.device)
+    if sent.numel():
+        owner.group.broadcast(sent, owner.group.ranks.index(owner.rank)).wait()
+    return sent
+
+
+def _owner_of(value: Value | None) -> StateOwner | None:
+    return value.owner if isinstance(value, TensorPart) else None
 
 
 def _like(value: Value) -> torch.Tensor:

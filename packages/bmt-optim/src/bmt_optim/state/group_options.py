@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,20 +21,30 @@ Groups = list[list[dict[str, Any]]]
 def named_groups(optimizers: Sequence[ManagedOptimizer], names: Mapping[torch.nn.Parameter, str]) -> Groups:
     """Return the groups of ``optimizers``, each with the names of its parameters on all ranks. Collective."""
     own = [[[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers]
-    reports: list[list[list[list[str]]]] = all_gather_object(own, world())
+    exchanged: list[tuple[list[list[list[str]]], list[list[dict[str, Any]]]]]
+    exchanged = all_gather_object((own, _counted(optimizers)), world())
+    reports = [names for names, _ in exchanged]
     counts = [[len(groups) for groups in report] for report in reports]
     if counts != counts[:1] * len(counts):  # the same on every rank
         raise CheckpointError(f"Ranks have other numbers of parameter groups per optimizer: {counts}. Make them alike.")
+    counted = [
+        [dict(ChainMap(*(of_rank[i][j] for _, of_rank in exchanged))) for j in range(len(optimizer.param_groups))]
+        for i, optimizer in enumerate(optimizers)
+    ]
     return [
         [
             {
-                **{key: _copied(value, None) for key, value in _options(group).items()},
+                **{key: _copied(value, None) for key, value in {**_options(group), **counted[i][j]}.items()},
                 "params": in_one_order([report[i][j] for report in reports]),
             }
             for j, group in enumerate(optimizer.param_groups)
         ]
         for i, optimizer in enumerate(optimizers)
     ]
+
+
+def _counted(optimizers: Sequence[ManagedOptimizer]) -> list[list[dict[str, Any]]]:
+    return [[optimizer.counted_options(j) for j in range(len(optimizer.param_groups))] for optimizer in optimizers]
 
 
 def matching_groups(saved: Groups, here: Groups) -> Groups:

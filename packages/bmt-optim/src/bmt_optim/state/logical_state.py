@@ -21,7 +21,16 @@ from bmt_core.errors import CheckpointError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.params.parameter_holders import first_holders, own_axes
 from bmt_core.run.runtime import current
-from bmt_core.state.state_tensors import StoredTensor, TensorName, TensorPart, parts_in, with_references, with_tensors
+from bmt_core.run.runtime import rank as world_rank
+from bmt_core.state.state_tensors import (
+    StateOwner,
+    StoredTensor,
+    TensorName,
+    TensorPart,
+    parts_in,
+    with_references,
+    with_tensors,
+)
 from bmt_core.state.whole_state import LocalState, WholeState
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
@@ -120,7 +129,8 @@ def _part(name: str, key: str, info: _ValueInfo, agreed: _StateInfo, parameter: 
         found: torch.Tensor = parameter.state.get(key, torch.empty(0, dtype=dtype, device=p.device))
         return found
 
-    return TensorPart(name=f"{name}/{key}", shape=shape, dtype=dtype, parameter=p, value=value)
+    owner = parameter.owner
+    return TensorPart(name=f"{name}/{key}", shape=shape, dtype=dtype, parameter=p, value=value, owner=owner)
 
 
 def scatter(
@@ -142,7 +152,8 @@ def scatter(
         new: dict[str, Any] = {}
         for key, info in infos[name].items():
             value: Any = info.small
-            if info.is_large and failure is None and (is_on_all_ranks or group.rank == 0):
+            is_read = group.rank == 0 if not is_on_all_ranks else parameter is None or parameter.is_kept_here
+            if info.is_large and failure is None and is_read:
                 try:
                     value = _read(state.get(name, {}).get(key))
                 except Exception as error:  # all ranks go on to the end, and raise there
@@ -151,7 +162,9 @@ def scatter(
                 value = _broadcast(value, info.shape, info.dtype, group, 0)
             if parameter is not None and failure is None:
                 is_number = info.shape is None or (not info.is_large and info.shape != parameter.shape)
-                new[key] = parameter.number(key, value) if is_number else parameter.part(value)
+                is_number |= parameter.owner is not None and not info.is_large
+                if parameter.is_kept_here:
+                    new[key] = parameter.number(key, value) if is_number else parameter.part(value)
         if parameter is not None and failure is None:
             parameter.optimizer.load_portable_state(parameter.p, new)
     with collective_section(group, "loading the optimizer state"):
@@ -224,15 +237,30 @@ class _ManagedParameter:
         shape = p.whole_shape if isinstance(p, DistributedParameter) else p.shape
         return shape or torch.Size((1,))
 
+    @property
+    def owner(self) -> StateOwner | None:
+        """The rank that alone has the state; None if each rank has that of its own part."""
+        return self.optimizer.state_owner(self.p)
+
+    @property
+    def is_kept_here(self) -> bool:
+        """Whether this rank has any of the state."""
+        return self.owner is None or self.owner.rank == world_rank()
+
+    @property
+    def has_state_of_part(self) -> bool:
+        """Whether this rank's state is that of its part of the parameter."""
+        return isinstance(self.p, DistributedParameter) and self.owner is None
+
     def is_sharded(self, value: Any) -> bool:
         """Whether ``value`` is laid out like the parameter's shard, judged by its shape on this rank."""
         p = self.p
-        return isinstance(p, DistributedParameter) and isinstance(value, torch.Tensor) and value.shape == p.shape
+        return self.has_state_of_part and isinstance(value, torch.Tensor) and value.shape == p.shape
 
     def part(self, full: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's part of a whole tensor, on the parameter's device."""
         p = self.p
-        if isinstance(p, DistributedParameter):
+        if isinstance(p, DistributedParameter) and self.has_state_of_part:
             full = p.local_part(p.own_slice(full.reshape(p.whole_shape)))
         return full.detach().to(p.device, copy=True).contiguous()
 
@@ -313,7 +341,8 @@ class _StateInfo:
     shape: torch.Size
     own_axes: frozenset[str]
     values: dict[str, _ValueInfo]
-    is_distributed: bool
+    is_of_part: bool
+    """Whether the state is that of a rank's part of a parameter."""
     holder: int = 0
     """The first rank that has the parameter; set once all ranks have reported."""
 
@@ -334,7 +363,7 @@ def _agree(parameters: Mapping[str, _ManagedParameter]) -> dict[str, _StateInfo]
             parameter.shape,
             own_axes([parameter.p]),
             {key: _ValueInfo.of(v, is_sharded=parameter.is_sharded(v)) for key, v in parameter.state.items()},
-            isinstance(parameter.p, DistributedParameter),
+            parameter.has_state_of_part,
         )
         for name, parameter in parameters.items()
     }
@@ -357,9 +386,7 @@ def _agreed_value(name: str, key: str, found: Sequence[_StateInfo]) -> _ValueInf
     reason = None
     if any(other.shape is not None and other.small is None for other in values):
         # If the parameter is ordinary, every rank has the whole of it and the same state.
-        reason = (
-            f"has shape {tuple(value.shape or ())}, not that of a rank's shard" if found[0].is_distributed else None
-        )
+        reason = f"has shape {tuple(value.shape or ())}, not that of a rank's shard" if found[0].is_of_part else None
     elif not all(value.is_same_number(other) for other in values):
         reason = "differs between ranks"
     if reason is not None:
@@ -384,7 +411,7 @@ def _check(parameters: Mapping[str, _ManagedParameter], infos: Mapping[str, Mapp
         complaint = parameter.optimizer.complaint_about_state(shapes, parameter.shape) if shapes else None
         if complaint is not None:
             raise CheckpointError(f"The state of {name!r} {complaint}.")
-        if not isinstance(parameter.p, DistributedParameter):
+        if not parameter.has_state_of_part:
             continue
         for key, info in infos[name].items():
             if info.shape is not None and info.small is None and info.shape != parameter.shape:

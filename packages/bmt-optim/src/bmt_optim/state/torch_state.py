@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmt_core.errors import CheckpointError
+from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run.runtime import rank
 from bmt_optim.current_run import world
 from bmt_optim.managed_optimizer import ManagedOptimizer
@@ -60,9 +61,12 @@ def check_torch_state(optimizer: ManagedOptimizer, state: Mapping[str, Any], *, 
             )
     for number, (p, entry) in enumerate(_entries(optimizer, state)):
         shapes = {key: value.shape if isinstance(value, torch.Tensor) else None for key, value in entry.items()}
-        complaint = optimizer.complaint_about_state(shapes, p.shape) if shapes else None
+        shape = p.shape
+        if isinstance(p, DistributedParameter) and optimizer.state_owner(p) is not None:
+            shape = p.whole_shape
+        complaint = optimizer.complaint_about_state(shapes, shape) if shapes else None
         if complaint is None and not is_own:
-            complaint = _other_shapes(shapes, p.shape)
+            complaint = _other_shapes(shapes, shape)
         if complaint is not None:
             raise CheckpointError(f"The state of parameter {number} {complaint}. {_OTHER_GRID}")
 

@@ -1,0 +1,3 @@
+"""Optimizers that need whole tensors, for parameters of which every rank has a part: see
+:func:`bmt_optim.whole`.
+"""

@@ -1,0 +1,363 @@
+"""``whole``: an optimizer of any class over whole tensors, for parameters of which every rank has a
+part.
+
+[Note: one optimizer per tensor] Each whole tensor has an optimizer of the user's class of its own,
+on the rank that owns it. So the gradients of the tensors need not exist at once, states are found
+by parameter, and a counter that the class keeps in its parameter group counts every step once. What
+the class changes in a group is brought back to the group that the program sees, and must be the
+same for all tensors of the group. With ``together`` one rank has one optimizer with all tensors.
+
+[Note: the order of a step] A team is the ranks that share a parameter. Its tensors are stepped in
+rounds: in each, every owner has some of its tensors, of at most ``bucket_bytes`` or one. The
+gradients of the next round are sent in a lane while this one is computed, and so are the new values
+of the last one. Every rank of a team takes part in every round.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bmt_core.errors import ConfigError
+from bmt_core.params.parameter_holders import axes_of_owners
+from bmt_core.run.runtime import is_initialized
+from bmt_core.state.state_tensors import StateOwner
+from bmt_optim.adam.parameter_state import MASTER
+from bmt_optim.current_run import with_a_group, world
+from bmt_optim.managed_optimizer import ManagedOptimizer, managed
+from bmt_optim.state.logical_state import gathered_state, load_logical_state
+from bmt_optim.state.torch_state import check_torch_state, with_all_options
+from bmt_optim.whole_tensors.option_link import PARAMETERS, merge
+from bmt_optim.whole_tensors.ownership import Cost, Ownership, distinct, team_of, whole_shape
+from bmt_optim.whole_tensors.team_step import TeamStep
+from bmt_optim.whole_tensors.whole_tensor import Factory, Unit, WholeTensor
+
+BUCKET_BYTES = 64 << 20
+
+
+class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
+    """Steps whole tensors with optimizers of another class; what :func:`whole` returns.
+
+    Its ``param_groups`` have the program's parameters, and every option of that class. ``state``
+    has the states of the parameters that this rank owns.
+    """
+
+    bmt_elementwise = True  # it gets parts, and trains what the class trains on whole tensors
+
+    def __init__(
+        self,
+        params: Any,
+        factory: Factory,
+        *,
+        kind: type,
+        cost: Cost | None,
+        together: bool,
+        bucket_bytes: int,
+    ) -> None:
+        self._factory = factory
+        self._kind = kind
+        self._together = together
+        self._bucket_bytes = bucket_bytes
+        self._ownership = Ownership(cost)
+        self._tensors: dict[torch.nn.Parameter, WholeTensor] = {}
+        self._units: dict[torch.nn.Parameter, Unit] = {}
+        self._new: list[tuple[torch.nn.Parameter, int]] = []
+        self._is_built = False
+        self._teams: list[TeamStep] = []
+        self.original: torch.optim.Optimizer | None = None
+        torch.optim.Optimizer.__init__(self, with_a_group(params), {})
+        self._build()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See ``torch.optim.Optimizer``; with ``together``, all groups are given to the
+        constructor.
+        """
+        if self._is_built and self._together:
+            raise ConfigError(
+                "With together=True one optimizer has all tensors from the start. Give it all groups at once."
+            )
+        super().add_param_group(param_group)
+        if self._is_built:
+            self._build()
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scale: float = 1,
+        found_inf: torch.Tensor | None = None,
+    ) -> None:
+        """Take a step with the gradients divided by ``scale``, on the owners. Collective over all
+        ranks.
+
+        A parameter without gradient on all ranks is skipped, as in torch; :class:`ConfigError` on
+        all ranks if only some have one. ``closure`` is refused: a class may call it several times,
+        with other values in the parameters, which are not there.
+        """
+        if closure is not None:
+            raise ConfigError(
+                f"{self._kind.__name__} steps whole tensors on the ranks that own them, where a closure would find the parameters'"
+                " old values. Call backward() before step(), and step() without a closure."
+            )
+        counted: dict[int, dict[str, Any]] = {}
+        for team in self._teams:
+            for index, options in team.step(self.param_groups, float(scale)).items():
+                try:
+                    merge(counted.setdefault(index, {}), options, self._kind.__name__)
+                except ConfigError as error:
+                    team.note_failure(error)
+        for index, options in counted.items():
+            self.param_groups[index].update(options)
+        for team in self._teams:
+            team.compare_options(self.param_groups)
+        for p, tensor in self._tensors.items():
+            if tensor.is_owned and tensor.whole is not None:
+                self._show_state(p, tensor)
+        if self.original is not None:
+            self.original._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers of it look whether it stepped
+
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """Return the state of the parameters that this rank owns, for the same rank and grid.
+
+        ``gather``: that of all parameters, whole, on rank 0, as :meth:`AdamOptimizer.state_dict`
+        does. Collective then.
+        """
+        if gather:
+            return gathered_state([self], None)
+        shown = self.state
+        self.state = defaultdict(dict, {p: state for p in self._tensors if (state := self.portable_state(p))})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned on this rank, or a gathered state of any grid.
+
+        Raises :class:`CheckpointError`, and changes nothing, if the state is another optimizer's or
+        another rank's.
+        """
+        if isinstance(state_dict, Mapping) and "parameters" in state_dict:
+            load_logical_state([self], state_dict, None)
+            return
+        check_torch_state(self, state_dict)
+        saved_groups = with_all_options(self, state_dict)["param_groups"]
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                entry = state_dict["state"].get(index, {})
+                self.load_portable_state(p, {key: _on_device(key, value, p, saved) for key, value in entry.items()})
+            group.update({key: value for key, value in saved.items() if key not in PARAMETERS})
+
+    def portable_state(self, p: torch.nn.Parameter) -> dict[str, Any]:
+        """Return the state of the whole of ``p``, with its master; empty on ranks that do not own
+        it.
+        """
+        unit, tensor = self._units[p], self._tensors[p]
+        if unit.optimizer is None or tensor.whole is None:
+            return {}
+        return {**unit.optimizer.state.get(tensor.whole, {}), **tensor.master()}
+
+    def load_portable_state(self, p: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        unit, tensor = self._units[p], self._tensors[p]
+        if not tensor.is_owned or (not state and unit.optimizer is None):
+            return
+        optimizer = unit.make_optimizer(self.param_groups, self._factory)
+        assert tensor.whole is not None
+        if MASTER in state:
+            tensor.load_master(state[MASTER])
+        of_class = {key: value for key, value in state.items() if key != MASTER}
+        optimizer.state.pop(tensor.whole, None)
+        if of_class:
+            optimizer.state[tensor.whole] = of_class
+        self._show_state(p, tensor)
+
+    def complaint_about_state(self, shapes: Mapping[str, torch.Size | None], shape: torch.Size) -> str | None:
+        if not self._kind.__module__.startswith("torch.optim"):
+            return None
+        return managed(self._template([])).complaint_about_state(shapes, shape)
+
+    def state_owner(self, p: torch.nn.Parameter) -> StateOwner | None:
+        tensor = self._tensors[p]
+        return StateOwner(tensor.team.ranks[tensor.owner], tensor.team)
+
+    def counted_options(self, index: int) -> dict[str, Any]:
+        """Return the options of group ``index`` that the class has changed on this rank."""
+        keys = set[str]().union(*(team.counted.get(index, ()) for team in self._teams))
+        return {key: self.param_groups[index][key] for key in sorted(keys)}
+
+    def _show_state(self, p: torch.nn.Parameter, tensor: WholeTensor) -> None:
+        optimizer, whole = self._units[p].optimizer, tensor.whole
+        if optimizer is not None and whole is not None and whole in optimizer.state:
+            self.state[p] = optimizer.state[whole]
+        else:
+            self.state.pop(p, None)
+
+    def _build(self) -> None:
+        """Choose owners for the parameters that have none, and complete the options of their
+        groups.
+        """
+        template = self._template(self.param_groups)
+        for group, whole_group in zip(self.param_groups, template.param_groups, strict=True):
+            for key, value in whole_group.items():
+                group.setdefault(key, value)
+        self.defaults = template.defaults
+        new = [
+            (p, index)
+            for index, group in enumerate(self.param_groups)
+            for p in group["params"]
+            if p not in self._tensors
+        ]
+        teams = [team_of(p) for p, _ in new]
+        if self._together:
+            self._check_together([p for p, _ in new])
+            owners = [0] * len(new)
+        else:
+            owners = self._ownership.owners([p for p, _ in new], teams)
+        made = [WholeTensor(p, index, team, owner) for (p, index), team, owner in zip(new, teams, owners, strict=True)]
+        self._tensors |= {tensor.p: tensor for tensor in made}
+        units = [Unit(made)] if self._together and made else [Unit([tensor]) for tensor in made]
+        self._units |= {tensor.p: unit for unit in units for tensor in unit.tensors}
+        self._teams = self._team_steps()
+        self._is_built = True
+
+    def _team_steps(self) -> list[TeamStep]:
+        units = list(dict.fromkeys(self._units.values()))
+        teams = distinct([world(), *[unit.tensors[0].team for unit in units]])
+        known = {step.team.ranks: step for step in self._teams}
+        steps = []
+        for team in teams:
+            own = [unit for unit in units if unit.tensors[0].team.ranks == team.ranks]
+            step = known.get(team.ranks) or TeamStep(team, self._factory, self._kind.__name__, self._bucket_bytes)
+            step.set_units(own, self._ownership)
+            # The team of all ranks meets even if this rank has nothing to share with it, because another stage may have.
+            if own or (team.size > 1 and team.ranks == world().ranks):
+                steps.append(step)
+        return steps
+
+    def _template(self, groups: Iterable[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        """Return an optimizer over tensors of the whole shapes without memory, for its options."""
+        return self._factory(
+            [
+                {
+                    **{key: value for key, value in group.items() if key not in PARAMETERS},
+                    "params": [_without_memory(p) for p in group["params"]],
+                }
+                for group in groups
+            ]
+            or [{"params": []}]
+        )
+
+    def _check_together(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        axes = axes_of_owners(parameters) if is_initialized() else frozenset()
+        if axes:
+            raise ConfigError(
+                f"together=True steps all tensors on one rank, and along {', '.join(sorted(axes))} ranks have parameters of their"
+                f" own, as stages of a pipeline have. Use {self._kind.__name__} without these axes, or an optimizer that decides"
+                " for each tensor by itself."
+            )
+
+
+def whole(
+    kind: type[torch.optim.Optimizer],
+    params: Any,
+    *,
+    cost: Cost | None = None,
+    together: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    **options: Any,
+) -> WholeOptimizer:
+    """Return an optimizer that steps as ``kind(params, **options)`` does on whole parameters.
+
+    For classes that need whole tensors (Muon, Shampoo, SOAP, Adafactor, any that takes a norm or a
+    mean of a tensor), while every rank has a part of each parameter. Each tensor belongs to one
+    rank of those that share it. In a step the parts of its gradient go to this rank, an optimizer
+    of class ``kind`` steps the whole tensor there, and its new values come back. The tensor is an
+    ordinary ``torch.nn.Parameter`` of the whole shape, in float32 if the parameter is of a half
+    type (a master). Of a tensor of n bytes that is sharded over N ranks, (N-1)/N * n bytes go to
+    the owner, and as many come back.
+
+    ``params``: parameters or groups, as for ``kind``; sharded and ordinary ones. ``cost``: a
+    function of a whole shape, by which owners are balanced: ``lambda shape: shape.numel() *
+    min(shape)`` for the products of Muon; by default the bytes of the tensor. A step needs memory
+    for at most three rounds, each with ``bucket_bytes`` of gradients per owner, or one larger
+    tensor.
+
+    Tensors are stepped one by one: see [Note: one optimizer per tensor]. A class that decides
+    something from all of its tensors (the step size of Prodigy, a norm over all gradients) needs
+    ``together``: one rank steps all tensors, and keeps their states and gradients. Without it, an
+    option that comes out differently for different tensors is an error; a number that the class
+    keeps elsewhere is not seen. Such an optimizer cannot have stages of a pipeline.
+
+    The constructor and ``state_dict()`` communicate nothing, except that ``together`` compares
+    stages. ``step()`` is collective. Works with :class:`OptimManager`, schedulers, checkpoints
+    (states are saved whole, by name) and in plain loops.
+
+    >>> parameter = torch.nn.Parameter(torch.eye(2))
+    >>> optimizer = whole(torch.optim.Muon, [parameter], lr=0.5, weight_decay=0.0)
+    >>> parameter.grad = torch.eye(2)
+    >>> optimizer.step()
+    >>> bool(parameter[0, 0] < 1), optimizer.param_groups[0]["momentum"]
+    (True, 0.95)
+    """
+    _check_kind(kind)
+    if not bucket_bytes > 0:
+        raise ValueError(f"bucket_bytes must be positive, it is {bucket_bytes}.")
+
+    def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return kind(groups, **options)
+
+    return WholeOptimizer(params, factory, kind=kind, cost=cost, together=together, bucket_bytes=bucket_bytes)
+
+
+def whole_of(optimizer: Any) -> WholeOptimizer:
+    """Return a :class:`WholeOptimizer` in place of ``optimizer``, which has not stepped yet.
+
+    They have the same groups. So schedulers of ``optimizer`` change the options of both. Its
+    attributes are shared by the optimizers of the tensors.
+    """
+    if isinstance(optimizer, WholeOptimizer):
+        return optimizer
+    _check_kind(type(optimizer))
+    if optimizer.state:
+        raise ConfigError(
+            f"This {type(optimizer).__name__} has states of parts already. Make it anew, as"
+            f" bmt.optim.whole({type(optimizer).__name__}, params, ...), and load its state from a checkpoint."
+        )
+    hooks = {key: value for key, value in vars(optimizer).items() if key.startswith("_optimizer_")}
+
+    def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made: Any = object.__new__(type(optimizer))
+        vars(made).update(vars(optimizer))
+        vars(made).update({key: type(value)() for key, value in hooks.items()})
+        made.param_groups, made.state = groups, defaultdict(dict)
+        return made  # type: ignore[no-any-return]
+
+    groups = optimizer.param_groups
+    made = WholeOptimizer(groups, factory, kind=type(optimizer), cost=None, together=False, bucket_bytes=BUCKET_BYTES)
+    made.param_groups, made.original = groups, optimizer
+    vars(made).update(hooks)
+    return made
+
+
+def _check_kind(kind: Any) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise TypeError(f"An optimizer over whole tensors is of a subclass of torch.optim.Optimizer, not {kind!r}.")
+    if issubclass(kind, ManagedOptimizer):
+        raise ConfigError(f"{kind.__name__} trains parts of parameters as they are. Use it without whole.")
+
+
+def _without_memory(p: torch.Tensor) -> torch.nn.Parameter:
+    dtype = torch.promote_types(p.dtype, torch.float32)
+    return torch.nn.Parameter(torch.empty(whole_shape(p), dtype=dtype, device="meta"), p.requires_grad)
+
+
+def _on_device(key: str, value: Any, p: torch.Tensor, group: Mapping[str, Any]) -> Any:
+    """Return a copy of a value of a state; torch's optimizers expect counts on the host."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_count = key == "step" and not group.get("capturable") and not group.get("fused")
+    return value.detach().to("cpu" if is_count else p.device, copy=True)

@@ -1,0 +1,233 @@
+"""``WholeTensor``: the whole of a parameter at its owner, and ``Unit``: an optimizer with the whole
+tensors that it steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bmt_core.comm.protocols import Group
+from bmt_core.errors import ConfigError
+from bmt_core.params.parameter import DistributedParameter
+from bmt_optim.adam.parameter_state import MASTER, followed_master
+from bmt_optim.whole_tensors.layout import TensorLayout
+from bmt_optim.whole_tensors.option_link import PARAMETERS, OptionLink
+from bmt_optim.whole_tensors.ownership import described, whole_shape
+
+Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes an optimizer of the user's class over parameter groups."""
+
+
+class WholeTensor:
+    """A parameter ``p`` of group ``group_index``, owned by the rank at index ``owner`` of ``team``.
+
+    ``whole`` is an ordinary parameter of the whole shape on the owner, None elsewhere and before it
+    is needed. It is a view of ``p`` where the owner has all of ``p`` in float32 or wider, and
+    otherwise memory of its own: a float32 master of half types.
+    """
+
+    def __init__(self, p: torch.nn.Parameter, group_index: int, team: Group, owner: int) -> None:
+        self.p = p
+        self.group_index = group_index
+        self.team = team
+        self.owner = owner
+        self.whole: torch.nn.Parameter | None = None
+        self.is_met = False  # whether there was a gradient, on any rank
+        self._has_values = False
+        self._seen: tuple[int, int] | None = None
+        self._layout: tuple[object, TensorLayout] | None = None
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.team.rank == self.owner
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the whole tensor."""
+        return torch.promote_types(self.p.dtype, torch.float32)
+
+    @property
+    def layout(self) -> TensorLayout:
+        """Which rank has which elements now; a Block may lay its parameters out anew before the
+        first step.
+        """
+        key = self.p.shard if isinstance(self.p, DistributedParameter) else None
+        if self._layout is None or self._layout[0] is not key:
+            self._layout = key, TensorLayout(self.p, self.team)
+        return self._layout[1]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ``whole`` is a view of the parameter on the owner; the same on every rank."""
+        return self.dtype == self.p.dtype and self.layout.is_whole_on(self.owner)
+
+    @property
+    def text(self) -> str:
+        """What must be alike on all ranks of the team."""
+        pieces = [(piece.slice, piece.start, piece.end) for piece in self.layout.pieces]
+        return f"{described(self.p)} of {self.p.dtype}, laid out as {pieces}"
+
+    @property
+    def part(self) -> torch.Tensor:
+        """This rank's elements of the parameter, 1-D."""
+        if not self.p.is_contiguous():
+            raise ConfigError(
+                f"{described(self.p)} is not contiguous (its strides are {self.p.stride()}). An optimizer over whole tensors needs"
+                " parameter.data = parameter.data.contiguous()."
+            )
+        return self.p.detach().view(-1)
+
+    def updated_part(self) -> torch.Tensor:
+        """Return :attr:`part` with all updates done."""
+        if isinstance(self.p, DistributedParameter):
+            self.p.wait_for_updates()
+        return self.part
+
+    def new_values(self) -> torch.Tensor | None:
+        """Return the whole tensor in the dtype of the parameter on the owner, None elsewhere."""
+        return self.whole.detach().to(self.p.dtype) if self.is_owned and self.whole is not None else None
+
+    @property
+    def gradient_part(self) -> torch.Tensor:
+        """This rank's elements of the gradient, 1-D; empty where it has none of either."""
+        if self.p.grad is None:
+            return self.part
+        if self.p.grad.is_sparse:
+            raise TypeError(
+                f"The gradient of {described(self.p)} is sparse. Make it dense: sparse=False in the embedding."
+            )
+        return self.p.grad.detach().reshape(-1)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether this rank's elements were written since :meth:`note_values`."""
+        return not self.shares_memory and self._seen != self._version
+
+    def note_values(self) -> None:
+        """Note that the owner has the values of the parameter."""
+        self._seen = self._version
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        return self.p._version, self.p.data_ptr()
+
+    def make_whole(self) -> torch.nn.Parameter:
+        """Return ``whole`` on the owner, made without values if it is new and no view."""
+        if self.shares_memory:
+            view = self.part.view(whole_shape(self.p))
+            if self.whole is None:
+                self.whole = torch.nn.Parameter(view)
+            elif self.whole.data_ptr() != view.data_ptr():
+                self.whole.data = view
+        elif self.whole is None:
+            shape = whole_shape(self.p)
+            self.whole = torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.p.device))
+        return self.whole
+
+    def take_values(self, values: torch.Tensor) -> None:
+        """Take over the parameter's ``values``; a master keeps what these have rounded away."""
+        assert self.whole is not None
+        with torch.no_grad():
+            if self._has_values and self.dtype != values.dtype:
+                values = followed_master(self.whole.detach(), values)
+            self.whole.copy_(values)
+        self._has_values = True
+
+    def take_gradient(self, gradient: torch.Tensor, scale: float) -> None:
+        """Give ``whole`` its ``gradient``, divided by ``scale`` in the dtype of ``whole``."""
+        assert self.whole is not None
+        wide = gradient.to(self.dtype)
+        self.whole.grad = wide if scale == 1 else wide / scale
+
+    def load_master(self, master: torch.Tensor) -> None:
+        """Set the master, which the next step compares with the parameter's values."""
+        with torch.no_grad():
+            self.make_whole().copy_(master.reshape(whole_shape(self.p)))
+        self._has_values, self._seen = True, None
+
+    def master(self) -> dict[str, torch.Tensor]:
+        """Return the master as an entry of a state; nothing if the parameter needs none."""
+        if self.dtype == self.p.dtype or self.whole is None or not self._has_values:
+            return {}
+        return {MASTER: self.whole.detach()}
+
+
+class Unit:
+    """An optimizer of the user's class, which steps ``tensors`` of one owner."""
+
+    def __init__(self, tensors: Sequence[WholeTensor]) -> None:
+        self.tensors = tensors
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.links: dict[int, OptionLink] = {}
+
+    @property
+    def owner(self) -> int:
+        """Index of the owner in the team."""
+        return self.tensors[0].owner
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank is the owner."""
+        return self.tensors[0].is_owned
+
+    @property
+    def is_met(self) -> bool:
+        """Whether any of the tensors has had a gradient, on any rank."""
+        return any(tensor.is_met for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensors in the parameters' dtypes, which are sent."""
+        return sum(whole_shape(tensor.p).numel() * tensor.p.dtype.itemsize for tensor in self.tensors)
+
+    def make_optimizer(self, groups: Sequence[Mapping[str, Any]], factory: Factory) -> torch.optim.Optimizer:
+        """Make the optimizer on the owner, if there is none, with the options of ``groups``."""
+        if self.optimizer is None:
+            own: dict[int, dict[str, Any]] = {}
+            for tensor in self.tensors:
+                group = groups[tensor.group_index]
+                plain = {key: _copied(value) for key, value in group.items() if key not in PARAMETERS}
+                own.setdefault(tensor.group_index, {**plain, "params": []})["params"].append(_made(tensor))
+            made = factory(list(own.values()))
+            self.links = {index: OptionLink(used) for index, used in zip(own, made.param_groups, strict=True)}
+            self.optimizer = made
+        return self.optimizer
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Take a step with the options of ``groups``; return those that the class has changed."""
+        assert self.optimizer is not None
+        for index, link in self.links.items():
+            link.push(groups[index])
+        self.optimizer.step()
+        for tensor in self.tensors:
+            assert tensor.whole is not None
+            tensor.whole.grad = None
+        return {index: changed for index, link in self.links.items() if (changed := link.changed())}
+
+
+def _made(tensor: WholeTensor) -> torch.nn.Parameter:
+    try:
+        return tensor.make_whole()
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "memory" not in str(error):
+            raise
+        size = whole_shape(tensor.p).numel() * tensor.dtype.itemsize
+        raise ConfigError(
+            f"A whole tensor of shape {tuple(whole_shape(tensor.p))} takes {size} bytes in {tensor.dtype} on the rank that owns it,"
+            f" beside its state and gradient, and {_free(tensor.p.device)} ({error}). Use an elementwise optimizer for this"
+            " parameter, or make the tensor smaller."
+        ) from error
+
+
+def _free(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "the host could not provide them"
+    return f"{torch.cuda.mem_get_info(device)[0]} bytes are free on {device}"
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,304 @@
+"""Optimizers over whole tensors train sharded parameters as they train whole ones in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from whole_optimizers import (
+    KINDS,
+    GlobalStepSize,
+    Normalized,
+    Shampoo,
+    assert_alike,
+    give_gradients,
+    plain_parameters,
+    sharded_parameters,
+    wholes,
+)
+
+from bmt_core.errors import ConfigError
+from bmt_core.params.parameter import DistributedParameter
+from bmt_core.run import runtime
+from bmt_optim import OptimManager, lr_scheduler, whole
+from bmt_optim.whole_tensors import whole_tensor
+from bmt_testing import on_ranks
+
+STEPS = 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(1, 2, 4)
+def test_a_plain_loop_trains_sharded_parameters_as_whole_ones(kind: str) -> None:
+    plain, sharded = plain_parameters(), sharded_parameters()
+    reference = KINDS[kind](plain.values(), lr=0.05)
+    optimizer = whole(KINDS[kind], sharded.values(), lr=0.05, bucket_bytes=200)  # type: ignore[arg-type]
+    for step in range(STEPS):
+        give_gradients(plain, step)
+        give_gradients(sharded, step)
+        reference.step()
+        optimizer.step()
+        assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
+    for group, other in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        assert {**group, "params": None} == {**other, "params": None}
+
+
+@on_ranks(1, 2, 4)
+def test_groups_keep_their_options_and_schedulers_reach_the_owners() -> None:
+    results = []
+    for params in (plain_parameters(), sharded_parameters()):
+        named = list(params.items())
+        groups = [{"params": [p for _, p in named[:2]], "lr": 0.3}, {"params": named[2:], "weight_decay": 0.1}]
+        groups[1]["params"] = [p for _, p in named[2:]]
+        is_plain = not any(isinstance(p, DistributedParameter) for p in params.values())
+        optimizer = Normalized(groups, lr=0.1) if is_plain else whole(Normalized, groups, lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for step in range(STEPS):
+            give_gradients(params, step)
+            optimizer.step()
+            schedule.step()
+        results.append(wholes(params))
+        assert [group["lr"] for group in optimizer.param_groups] == [0.3 / 8, 0.1 / 8]
+    assert_alike(results[1], results[0])
+
+
+@on_ranks(1, 2, 4)
+def test_a_group_added_later_is_stepped_from_then_on() -> None:
+    results = []
+    for make in (plain_parameters, sharded_parameters):
+        params = make()
+        first, later = list(params.values())[:3], list(params.values())[3:]
+        optimizer = Shampoo(first) if make is plain_parameters else whole(Shampoo, first)
+        for step in range(STEPS):
+            if step == 2:
+                optimizer.add_param_group({"params": later, "lr": 0.01})
+            give_gradients(params, step)
+            optimizer.step()
+        results.append(wholes(params))
+    assert_alike(results[1], results[0])
+
+
+@on_ranks(1, 2, 4)
+def test_a_tensor_that_begins_late_has_the_group_s_count_of_steps() -> None:
+    results = []
+    for make in (plain_parameters, sharded_parameters):
+        params = make()
+        optimizer = Normalized(params.values()) if make is plain_parameters else whole(Normalized, params.values())
+        for step in range(STEPS):
+            give_gradients(params, step)
+            for name, p in params.items():
+                p.grad = p.grad if name == "tall" or (name == "wide" and step > 4) else None
+            optimizer.step()
+        results.append(wholes(params))
+    assert_alike(results[1], results[0])
+
+
+@on_ranks(1, 2, 4)
+def test_values_that_the_program_writes_are_read_by_the_owners() -> None:
+    results = []
+    for make in (plain_parameters, sharded_parameters):
+        params = make()
+        optimizer = Shampoo(params.values()) if make is plain_parameters else whole(Shampoo, params.values())
+        for step in range(STEPS):
+            if step == 3:
+                with torch.no_grad():
+                    params["tall"].mul_(0.5)
+                    params["square"].add_(1)
+            if step == 4:
+                params["wide"].data = params["wide"].detach() * 2
+            give_gradients(params, step)
+            optimizer.step()
+        results.append(wholes(params))
+    assert_alike(results[1], results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(1, 2, 4)
+def test_half_parameters_have_a_float32_master_at_the_owner(dtype: torch.dtype) -> None:
+    plain, sharded = plain_parameters(dtype), sharded_parameters(dtype)
+    masters = {name: torch.nn.Parameter(p.detach().float()) for name, p in plain.items()}
+    reference, optimizer = Shampoo(masters.values(), lr=1e-3), whole(Shampoo, sharded.values(), lr=1e-3)
+    manager = OptimManager(loss_scale=8.0, loss_scale_steps=100, sum_plain_gradients=False)
+    manager.add_optimizer(optimizer)
+    for step in range(20):
+        give_gradients(sharded, step, scale=8.0)
+        give_gradients(plain, step)
+        for name, p in masters.items():
+            gradient = plain[name].grad
+            p.grad = None if gradient is None else gradient.float()
+        reference.step()
+        manager.step()
+        found = wholes(sharded)
+        for name, p in masters.items():
+            assert torch.equal(found[name], p.detach().to(dtype)), name
+    for p in sharded.values():
+        owner = optimizer.state_owner(p)
+        assert owner is not None
+        assert ("_param_fp32" in optimizer.portable_state(p)) == (owner.rank == runtime.rank())
+
+
+@on_ranks(1, 2, 4)
+def test_a_step_with_an_infinite_gradient_on_one_rank_is_skipped() -> None:
+    params = sharded_parameters(torch.float16)
+    optimizer, manager = whole(Normalized, params.values()), OptimManager(loss_scale=64.0, sum_plain_gradients=False)
+    manager.add_optimizer(optimizer)
+    give_gradients(params, 0)
+    manager.step()
+    before = wholes(params)
+    give_gradients(params, 1)
+    gradient = params["tied"].grad
+    assert gradient is not None
+    if runtime.rank() == 0:
+        gradient[0] = torch.inf
+    manager.step()
+    assert manager.skipped_steps == 1 and manager.loss_scale == 32
+    assert optimizer.param_groups[0]["step"] == 1
+    assert_alike(wholes(params), before, 0)
+
+
+@on_ranks(1, 2, 4)
+def test_with_together_one_rank_steps_all_tensors() -> None:
+    plain, sharded = plain_parameters(), sharded_parameters()
+    reference, optimizer = GlobalStepSize(plain.values()), whole(GlobalStepSize, sharded.values(), together=True)
+    for step in range(STEPS):
+        give_gradients(plain, step)
+        give_gradients(sharded, step)
+        reference.step()
+        optimizer.step()
+        assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
+    assert {optimizer.state_owner(p).rank for p in sharded.values()} == {0}  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="all groups at once"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+@on_ranks(1, 2, 4)
+def test_an_option_that_all_tensors_decide_is_refused_without_together() -> None:
+    params = sharded_parameters()
+    optimizer = whole(GlobalStepSize, params.values())
+    give_gradients(params, 0)
+    with pytest.raises(ConfigError, match=r"computed its option 'd' .*together=True"):
+        optimizer.step()
+
+
+@on_ranks(2, 4)
+def test_owners_are_balanced_by_cost() -> None:
+    params = [DistributedParameter(torch.ones(shape)) for shape in [(8, 8)] * 4 + [(2, 2)] * 12]
+    loads: dict[str, list[float]] = {}
+    for name, cost in (("bytes", None), ("products", lambda shape: shape.numel() * min(shape))):
+        optimizer = whole(torch.optim.Muon, params, cost=cost)
+        load = [0.0] * runtime.world_size()
+        for p in params:
+            owner = optimizer.state_owner(p)
+            assert owner is not None
+            load[owner.rank] += p.whole_shape.numel() if cost is None else cost(p.whole_shape)
+        loads[name] = load
+    assert len(set(loads["bytes"])) == 1 and len(set(loads["products"])) == 1
+
+
+@on_ranks(2)
+def test_a_gradient_on_some_ranks_only_is_an_error_on_all() -> None:
+    params = sharded_parameters()
+    optimizer = whole(Shampoo, params.values())
+    give_gradients(params, 0)
+    if runtime.rank() == 1:
+        params["tall"].grad = None
+    with pytest.raises(ConfigError, match=r"Shampoo: .*\(17, 2\) has a gradient on some of the ranks \(0, 1\)"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_other_parameters_on_one_rank_are_an_error_on_all() -> None:
+    params = [DistributedParameter(torch.ones(4, 3)), DistributedParameter(torch.ones(3, 4))]
+    optimizer = whole(Shampoo, params if runtime.rank() == 0 else params[::-1])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ConfigError, match="other parameters, or in another order"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_too_little_memory_is_an_error_on_all_ranks_that_says_how_much() -> None:
+    def no_memory(self: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    params = [DistributedParameter(torch.ones(4, 3))]
+    optimizer = whole(Shampoo, params)
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if runtime.rank() == 0:
+            patch.setattr(whole_tensor.WholeTensor, "make_whole", no_memory)
+        with pytest.raises(ConfigError, match=r"\(4, 3\) takes 48 bytes"):
+            optimizer.step()
+
+
+@on_ranks(1, 2)
+def test_bad_arguments_are_refused() -> None:
+    params = sharded_parameters()
+    optimizer = whole(Shampoo, params.values())
+    with pytest.raises(ConfigError, match="without a closure"):
+        optimizer.step(lambda: None)
+    with pytest.raises(ValueError, match="only supports 2D"):
+        whole(torch.optim.Muon, [DistributedParameter(torch.ones(3))])
+    with pytest.raises(TypeError, match=r"subclass of torch\.optim\.Optimizer, not 3"):
+        whole(3, params.values())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bucket_bytes must be positive, it is 0"):
+        whole(Shampoo, params.values(), bucket_bytes=0)
+    with pytest.raises(TypeError, match="momentum"):
+        whole(Shampoo, params.values(), momentum=0.9)
+
+
+@on_ranks(1, 2, 4)
+def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
+    plain, sharded = plain_parameters(), sharded_parameters()
+    reference, given = torch.optim.Adafactor(plain.values(), lr=0.1), torch.optim.Adafactor(sharded.values(), lr=0.1)
+    schedules = [lr_scheduler.Exponential(o, 0.1, 0, 10, gamma=0.5) for o in (reference, given)]
+    manager = OptimManager(sum_plain_gradients=False)
+    manager.add_optimizer(given, schedules[1], whole=True)
+    with pytest.raises(ValueError, match="added already"):
+        manager.add_optimizer(given, whole=True)
+    for step in range(STEPS):
+        give_gradients(plain, step)
+        give_gradients(sharded, step)
+        reference.step()
+        schedules[0].step()
+        manager.step()
+        manager.zero_grad() if step == STEPS - 1 else None
+    assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
+    assert all(p.grad is None for p in sharded.values())
+    assert manager.optimizers[0].param_groups[0]["lr"] == given.param_groups[0]["lr"] < 0.1
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_has_stepped_on_parts_is_refused() -> None:
+    p = DistributedParameter(torch.ones(4, 3))
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"states of parts already.*bmt.optim.whole\(AdamW"):
+        OptimManager().add_optimizer(optimizer, whole=True)
+
+
+@on_ranks(4)
+def test_ranks_that_own_nothing_take_part() -> None:
+    plain, sharded = torch.nn.Parameter(torch.eye(3)), DistributedParameter(torch.eye(3))
+    reference, optimizer = Shampoo([plain]), whole(Shampoo, [sharded])
+    for _ in range(3):
+        plain.grad = torch.arange(9.0).view(3, 3)
+        sharded.grad = sharded.local_part(plain.grad).clone()
+        reference.step()
+        optimizer.step()
+    torch.testing.assert_close(sharded.gather_like(sharded.detach()), plain.detach())
+    assert bool(optimizer.state) == (runtime.rank() == 0)
+
+
+def test_without_a_run_it_is_the_optimizer_itself() -> None:
+    assert not runtime.is_initialized()
+    plain, other = plain_parameters(), plain_parameters()
+    reference, optimizer = Shampoo(plain.values()), whole(Shampoo, other.values())
+    for step in range(STEPS):
+        give_gradients(plain, step)
+        give_gradients(other, step)
+        reference.step()
+        optimizer.step()
+    assert_alike(wholes(other), wholes(plain), 0)
