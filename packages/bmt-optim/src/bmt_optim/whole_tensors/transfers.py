@@ -100,7 +100,7 @@ class Transfers:
         :mod:`bmt_core.run.lanes`.
         """
         if self._team.size > 1:
-            self._lane.after(self._lane.here())
+            self._lane.follow()
 
     def gather(self, requests: Sequence[ToOwner]) -> Gathered:
         """Start to bring each tensor to its owner, in the dtype of its part."""
