@@ -1,4 +1,4 @@
-"""Linear layers, whose gradients bmt-zero computes itself: every use has those of torch, and nothing is copied or computed twice."""
+"""Linear layers, whose gradients bmt-zero computes itself: they are those of torch, and nothing is copied or computed twice."""
 
 from __future__ import annotations
 

@@ -174,6 +174,7 @@ def plain(steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
 def sharded(
     levels: Sequence[int], use_checkpoint: bool, steps: int = 5, *, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> dict[str, Any]:
+    torch.manual_seed(0)
     model = Model(dtype=dtype)
     for layer, level in zip(model.layers, levels, strict=True):
         Block(layer, use_checkpoint=use_checkpoint, zero_level=level)
