@@ -43,7 +43,7 @@ def test_backward_twice_through_a_retained_graph_adds_twice(level: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("level", range(4))
 @pytest.mark.parametrize("use_checkpoint", [False, True])
-def test_autograd_grad_returns_gradients_and_leaves_none(level: int, use_checkpoint: bool) -> None:
+def test_autograd_grad_returns_shards_and_leaves_grad_alone(level: int, use_checkpoint: bool) -> None:
     plain, blocks = plain_and_blocks(level, use_checkpoint)
     x = data().requires_grad_()
     expected = torch.autograd.grad(plain(x).square().sum(), [x, *plain.parameters()])
