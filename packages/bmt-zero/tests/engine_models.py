@@ -1,9 +1,7 @@
-"""What the tests of the engine's order and speed run on every rank."""
+"""A virtual clock for collectives and computation, and delays of them on GPUs, for the tests of the engine's order."""
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,36 +116,6 @@ def virtual_step(
     return lengths
 
 
-class Many(nn.Module):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.full((3,), 1.0 + i / count) for i in range(count)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.stack(list(self.weights._parameters.values())).mean(0)  # type: ignore[arg-type]
-
-
-def python_calls(count: int, level: int) -> int:
-    """How many Python functions one step of a block with ``count`` parameters calls."""
-    block = Block(Many(count), True, level)
-    calls: Counter[str] = Counter()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        # torch itself looks at each argument of an autograd function.
-        if event == "call" and "functorch" not in frame.f_code.co_filename:
-            calls[frame.f_code.co_filename + frame.f_code.co_name] += 1
-
-    for step in range(4):
-        if step == 3:
-            sys.setprofile(note)
-        try:
-            block(torch.ones(3)).sum().backward()
-        finally:
-            sys.setprofile(None)
-        block.zero_grad()
-    return calls.total()
-
-
 @contextmanager
 def delayed(cycles: int) -> Iterator[None]:
     """Delay every collective, before and after, and the computation before every use of gathered parameters."""
@@ -170,20 +138,3 @@ def delayed(cycles: int) -> Iterator[None]:
         yield
     finally:
         lanes.CudaLane.run, BlockCall._acquire = run, acquire  # type: ignore[method-assign]
-
-
-def trained_with_delays(levels: list[int], use_checkpoint: bool, cycles: int) -> list[torch.Tensor]:
-    """Parameters after four steps of two micro-batches each."""
-    torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).bfloat16() for _ in levels]
-    blocks = TransformerBlockList([Block(m, use_checkpoint, level) for m, level in zip(modules, levels, strict=True)])
-    optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-2)
-    torch.manual_seed(current().rank)
-    data = torch.randn(8, 16, 64, device=current().device).bfloat16()
-    with delayed(cycles):
-        for step in range(4):
-            for micro in range(2):
-                blocks(data[2 * step + micro]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [value.float().cpu() for value in blocks.state_dict().values()]

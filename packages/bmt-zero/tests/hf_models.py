@@ -138,8 +138,3 @@ def wrapped(name: str, levels: Sequence[int], use_checkpoint: bool, on_meta: boo
     for index, block in enumerate(blocks):
         block._zero_level, block._use_checkpoint = levels[index % len(levels)], use_checkpoint
     return model
-
-
-def sharded(name: str, levels: Sequence[int], use_checkpoint: bool, on_meta: bool) -> dict[str, Any]:
-    model = wrapped(name, levels, use_checkpoint, on_meta)
-    return train(model, [runtime.rank()], runtime.world_size())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from zero_models import Layer
+from zero_models import Layer, grads_of
 
-from bmt_testing import run_ranks
+from bmt_core.run.runtime import init_distributed, rank
+from bmt_testing import on_ranks
 from bmt_zero import Block, TransformerBlockList
 
 
@@ -24,7 +26,8 @@ class Two(nn.Module):
         return self.linear(a) * factor, b + a + shift, "extra"
 
 
-def listed() -> None:
+@on_ranks(2)
+def test_it_is_a_list() -> None:
     members = [Layer(6, 9) for _ in range(4)]
     blocks = TransformerBlockList(member for member in members)
     assert len(blocks) == 4
@@ -41,11 +44,8 @@ def listed() -> None:
         TransformerBlockList([twice, twice])
 
 
-def test_it_is_a_list() -> None:
-    run_ranks(listed, 2)
-
-
-def flowing() -> None:
+@on_ranks(2)
+def test_hidden_states_flow_and_are_returned() -> None:
     torch.manual_seed(0)
     members = [Two() for _ in range(3)]
     a, b = torch.ones(2, 4), torch.zeros(2, 4)
@@ -69,11 +69,8 @@ def flowing() -> None:
     torch.testing.assert_close(looped, h)
 
 
-def test_hidden_states_flow_and_are_returned() -> None:
-    run_ranks(flowing, 2)
-
-
-def corners() -> None:
+@on_ranks(2)
+def test_empty_single_and_wrong_lists() -> None:
     empty = TransformerBlockList([])
     x = torch.ones(2, 6)
     assert len(empty) == 0 and empty(x) is x
@@ -89,5 +86,17 @@ def corners() -> None:
         TransformerBlockList([], num_hidden=0)
 
 
-def test_empty_single_and_wrong_lists() -> None:
-    run_ranks(corners, 2)
+@on_ranks(2, init=None)
+@pytest.mark.parametrize("level", range(4))
+def test_same_module_twice_in_a_list_shares_parameters_and_gradients(level: int) -> None:
+    init_distributed(device="cpu", zero_level=level)
+    torch.manual_seed(0)
+    layer, between = Layer(6, 9), Layer(6, 9)
+    plain = copy.deepcopy(nn.Sequential(layer, between, layer))
+    blocks = TransformerBlockList([layer, between, layer])
+    assert len(blocks) == 3 and blocks[0] is blocks[2] is layer
+    assert len(list(blocks.parameters())) == len(list(plain.parameters()))
+    batches = torch.randn(2, 4, 3, 6, generator=torch.Generator().manual_seed(0))
+    plain(batches).square().sum().backward()
+    blocks(batches[rank()]).square().sum().backward()
+    torch.testing.assert_close(grads_of(blocks), grads_of(plain))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,8 @@ from torch import nn
 
 import bmt_checkpoint
 import bmt_core
-from bmt_core import DistributedModule, DistributedParameter, init_parameters, rank
-from bmt_core.errors import ConfigError
-from bmt_testing import run_ranks
+from bmt_core import ConfigError, DistributedModule, DistributedParameter, init_parameters, rank
+from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmtrain.nn import Linear
 
@@ -36,228 +37,196 @@ class Model(nn.Module):
         return out
 
 
-def made(seed: int = 0) -> Model:
+def made(seed: int = 0) -> Any:
     torch.manual_seed(seed)
     return Model()
 
 
-def said(call: Any) -> str:
-    """The error of the first call."""
-    with pytest.raises(ConfigError) as caught:
-        call(torch.ones(2, 4))
-    return str(caught.value)
+X = torch.ones(2, 4)
 
 
-def other_seeds() -> str:
-    return said(BMTrainModelWrapper(made(bmt_core.rank())))
+def other_seeds() -> nn.Module:
+    return BMTrainModelWrapper(made(rank()))
 
 
-def one_layer_loaded_on_rank_0_only() -> str:
+def one_layer_loaded_on_rank_0_only() -> nn.Module:
     model = made()
-    if bmt_core.rank() == 0:
+    if rank() == 0:
         nn.init.ones_(model.head.weight)
-    return said(BMTrainModelWrapper(model))
+    return BMTrainModelWrapper(model)
 
 
-def a_buffer() -> str:
+def a_buffer() -> nn.Module:
     model = made()
-    model.mean += bmt_core.rank()
-    return said(BMTrainModelWrapper(model))
+    model.mean += rank()
+    return BMTrainModelWrapper(model)
 
 
-def a_buffer_in_a_block() -> str:
+def a_buffer_in_a_block() -> nn.Module:
     model = made()
-    model.layers[1].running_var.add_(bmt_core.rank())  # type: ignore[operator, union-attr]
-    return said(BMTrainModelWrapper(model))
+    model.layers[1].running_var.add_(rank())
+    return BMTrainModelWrapper(model)
 
 
-def a_block_without_a_wrapper() -> str:
-    torch.manual_seed(bmt_core.rank())
-    return said(Block(nn.Linear(4, 4)))
+def a_block_without_a_wrapper() -> nn.Module:
+    torch.manual_seed(rank())
+    return Block(nn.Linear(4, 4))
 
 
-def a_state_on_rank_0_only_after_wrapping() -> str:
+def a_state_on_rank_0_only_after_wrapping() -> nn.Module:
     model = BMTrainModelWrapper(made())
-    if bmt_core.rank() == 0:
+    if rank() == 0:
         model.load_state_dict(made(3).state_dict())
-    return said(model)
+    return model
 
 
-def a_state_of_each_ranks_own() -> str:
+def a_state_of_each_ranks_own() -> nn.Module:
     model = BMTrainModelWrapper(made())
-    model.load_state_dict(made(bmt_core.rank()).state_dict())
-    return said(model)
+    model.load_state_dict(made(rank()).state_dict())
+    return model
 
 
-def a_write_of_rank_0_to_a_whole_parameter() -> str:
+def a_write_of_rank_0_to_a_whole_parameter() -> nn.Module:
     model = BMTrainModelWrapper(made())
     with bmt_core.whole_parameters(model):
-        if bmt_core.rank() == 0:
+        if rank() == 0:
             nn.init.ones_(model.head.weight)
-    return said(model)
+    return model
 
 
-def a_gathered_copy_filled_with_numbers_of_the_ranks_own() -> str:
+def a_gathered_copy_filled_with_numbers_of_the_ranks_own() -> nn.Module:
     model = BMTrainModelWrapper(made())
-    torch.manual_seed(bmt_core.rank())
+    torch.manual_seed(rank())
     nn.init.normal_(model.head.weight)
-    return said(model)
+    return model
 
 
-def numbers_of_the_ranks_own_by_init_parameters() -> str:
-    torch.manual_seed(bmt_core.rank())
+def numbers_of_the_ranks_own_by_init_parameters() -> nn.Module:
+    torch.manual_seed(rank())
     layer = Linear(4, 3)
     init_parameters(layer)
-    return said(layer)
+    return layer
 
 
-def numbers_of_the_ranks_own_for_a_model_on_meta() -> str:
+def numbers_of_the_ranks_own_for_a_model_on_meta() -> nn.Module:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    torch.manual_seed(bmt_core.rank())
-    return said(BMTrainModelWrapper(model))
+    torch.manual_seed(rank())
+    return BMTrainModelWrapper(model)
 
 
-def a_parameter_made_by_hand() -> str:
-    class Layer(DistributedModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = DistributedParameter(torch.full((4,), float(bmt_core.rank())))
+class Gain(DistributedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = DistributedParameter(torch.full((4,), float(rank())))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * self.gain
-
-    return said(Layer())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
 
 
-CASES = {
-    other_seeds: "weight has other values on rank 1 than on rank 0.",
-    one_layer_loaded_on_rank_0_only: "head.weight has other values on rank 1 than on rank 0.",
-    a_buffer: "the buffer Model.mean has other values on rank 1 than on rank 0.",
-    a_buffer_in_a_block: "the buffer BatchNorm1d.running_var has other values on rank 1",
-    a_block_without_a_wrapper: "weight has other values on rank 1 than on rank 0.",
-    a_state_on_rank_0_only_after_wrapping: "weight has other values on rank 1 than on rank 0.",
-    a_state_of_each_ranks_own: "weight has other values on rank 1 than on rank 0.",
-    a_write_of_rank_0_to_a_whole_parameter: "head.weight has other values on rank 1 than on rank 0.",
-    a_gathered_copy_filled_with_numbers_of_the_ranks_own: "head.weight has other values on rank 1",
-    numbers_of_the_ranks_own_by_init_parameters: "Linear.weight has other values on rank 1 than on rank 0.",
-    numbers_of_the_ranks_own_for_a_model_on_meta: "weight has other values on rank 1 than on rank 0.",
-    a_parameter_made_by_hand: "Layer.gain has other values on rank 1 than on rank 0.",
-}
+CASES: list[tuple[Callable[[], nn.Module], str]] = [
+    (other_seeds, "weight"),
+    (one_layer_loaded_on_rank_0_only, r"head\.weight"),
+    (a_buffer, r"the buffer Model\.mean"),
+    (a_buffer_in_a_block, r"the buffer BatchNorm1d\.running_var"),
+    (a_block_without_a_wrapper, "weight"),
+    (a_state_on_rank_0_only_after_wrapping, "weight"),
+    (a_state_of_each_ranks_own, "weight"),
+    (a_write_of_rank_0_to_a_whole_parameter, r"head\.weight"),
+    (a_gathered_copy_filled_with_numbers_of_the_ranks_own, r"head\.weight"),
+    (numbers_of_the_ranks_own_by_init_parameters, r"Linear\.weight"),
+    (numbers_of_the_ranks_own_for_a_model_on_meta, "weight"),
+    (Gain, r"Gain\.gain"),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_begin_with_other_values_are_told_which(case: Any, ranks: int) -> None:
-    for text in run_ranks(case, ranks):
-        assert CASES[case] in text and "BMTrainModelWrapper(model, sync='rank0')" in text
-        assert "A buffer that is to differ is set after wrapping" in text
+@on_ranks(2, 4)
+@pytest.mark.parametrize(("make", "name"), CASES)
+def test_ranks_that_begin_with_other_values_are_told_which(make: Callable[[], nn.Module], name: str) -> None:
+    model = make()
+    with pytest.raises(ConfigError, match=f"{name} has other values on rank 1 than on rank 0") as caught:
+        model(X)
+    assert "BMTrainModelWrapper(model, sync='rank0')" in str(caught.value)
+    assert "A buffer that is to differ is set after wrapping" in str(caught.value)
 
 
-def sent_by_rank_0() -> dict[str, torch.Tensor]:
-    model = made(bmt_core.rank())
-    model.mean += bmt_core.rank()
+@on_ranks(1, 2, 4)
+def test_rank_0_sends_its_values_to_all() -> None:
+    plain, model = made(), made(rank())
+    model.mean += rank()
     BMTrainModelWrapper(model, sync="rank0")
-    model(torch.ones(2, 4)).sum().backward()
-    return {**model.state_dict(), "mean": model.mean}
+    plain(X)  # moves the running mean
+    model(X).sum().backward()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rank_0_sends_its_values_to_all(ranks: int) -> None:
-    plain = made()
-    plain(torch.ones(2, 4))  # moves the running mean
-    for found in run_ranks(sent_by_rank_0, ranks):
-        assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
-
-
-def own_buffers_after_wrapping() -> list[float]:
+@on_ranks(2)
+def test_a_buffer_of_a_ranks_own_is_set_after_wrapping() -> None:
     model = BMTrainModelWrapper(made()).eval()
     model.mean = torch.full((4,), float(rank()))
-    model.layers[1].running_mean.fill_(rank())  # type: ignore[union-attr, operator]
-    model(torch.ones(2, 4))
-    return [float(model.mean[0]), float(model.layers[1].running_mean[0])]  # type: ignore[index]
+    model.layers[1].running_mean.fill_(rank())
+    model(X)
+    assert model.mean[0] == model.layers[1].running_mean[0] == rank()
 
 
-def test_a_buffer_of_a_ranks_own_is_set_after_wrapping() -> None:
-    assert run_ranks(own_buffers_after_wrapping, 2) == [[0.0, 0.0], [1.0, 1.0]]
-
-
-def an_expanded_buffer() -> list[float]:
-    model = made()
-    model.register_buffer("scale", torch.tensor([[bmt_core.rank() + 1.0], [2.0]]).expand(2, 3))
-    BMTrainModelWrapper(model, sync="rank0")
-    model(torch.ones(2, 4))
-    return model.scale.flatten().tolist()  # type: ignore[no-any-return, operator, union-attr]
-
-
+@on_ranks(2)
 def test_an_expanded_buffer_is_sent_too() -> None:
-    assert run_ranks(an_expanded_buffer, 2) == [[1.0, 1.0, 1.0, 2.0, 2.0, 2.0]] * 2
+    model = made()
+    model.register_buffer("scale", torch.tensor([[rank() + 1.0], [2.0]]).expand(2, 3))
+    BMTrainModelWrapper(model, sync="rank0")
+    model(X)
+    assert model.scale.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
-def set_before_the_first_call(path: str) -> None:
-    """Values that a file, a state_dict or an initialisation replaces may differ."""
-    if bmt_core.rank() == 0:
+@on_ranks(2)
+def test_values_that_a_file_a_state_dict_or_an_initialisation_replaces_may_differ(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.pt")
+    if rank() == 0:
         torch.save(made().state_dict(), path)
     bmt_core.synchronize()
-    x = torch.ones(2, 4)
-    for seed in (bmt_core.rank() + 1, 5):
+    for seed in (rank() + 1, 5):
         loaded = BMTrainModelWrapper(made(seed))
         bmt_checkpoint.load(loaded, path)
-        loaded(x)
+        loaded(X)
         filled = BMTrainModelWrapper(made(seed))
         for state in (made(seed), made()):
             filled.load_state_dict(state.state_dict())
-        filled(x)
+        filled(X)
         reloaded = BMTrainModelWrapper(made(seed))
         reloaded.load_state_dict(made(seed).state_dict())
         bmt_checkpoint.load(reloaded, path)
-        reloaded(x)
+        reloaded(X)
         torch.manual_seed(5)
         drawn = Linear(4, 3)
         init_parameters(drawn)
-        drawn(x)
+        drawn(X)
         copied = BMTrainModelWrapper(made())
-        copy.deepcopy(copied)(x)
+        copy.deepcopy(copied)(X)
 
 
-def test_values_that_are_replaced_before_the_first_call_may_differ(tmp_path: Any) -> None:
-    run_ranks(set_before_the_first_call, 2, str(tmp_path / "model.pt"))
-
-
-def sync_of_what_is_sharded() -> tuple[str, str]:
+@on_ranks(2)
+def test_values_of_parts_cannot_be_sent() -> None:
     model = made()
     Block(model.layers[0])
-    with pytest.raises(ConfigError) as sharded:
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight is sharded already, and sync='rank0' sends whole values"):
         BMTrainModelWrapper(model, sync="rank0")
-    with pytest.raises(ConfigError) as unknown:
+    with pytest.raises(ConfigError, match=r"^sync must be 'rank0' or None, not 'rank1'\.$"):
         BMTrainModelWrapper(made(), sync="rank1")  # type: ignore[arg-type]
-    return str(sharded.value), str(unknown.value)
 
 
-def test_values_of_parts_cannot_be_sent() -> None:
-    for sharded, unknown in run_ranks(sync_of_what_is_sharded, 2):
-        assert sharded.startswith("layers.0.weight is sharded already, and sync='rank0' sends whole values.")
-        assert unknown == "sync must be 'rank0' or None, not 'rank1'."
-
-
-def partly_on_meta(sync: Literal["rank0"] | None) -> str | list[float]:
-    """Wrap a model that has values on rank 0 only; what ranks load then is right, and ``sync`` is one clear error."""
-    torch.manual_seed(1)
-    values = nn.Linear(4, 3).state_dict()
+def with_values_on_rank_0_alone() -> nn.Module:
     with torch.device("meta" if rank() else "cpu"):
-        model = nn.Linear(4, 3)
-    try:
-        BMTrainModelWrapper(model, init=False, sync=sync)
-        model.load_state_dict(values)
-        return model(torch.ones(1, 4)).flatten().tolist()  # type: ignore[no-any-return]
-    except ConfigError as error:
-        return str(error)
+        return nn.Linear(4, 3)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_model_with_values_on_rank_0_alone_may_load_and_cannot_send(world_size: int) -> None:
+@on_ranks(2, 4)
+def test_a_model_with_values_on_rank_0_alone_may_load_and_cannot_send() -> None:
     torch.manual_seed(1)
-    expected = nn.Linear(4, 3)(torch.ones(1, 4)).flatten().tolist()
-    assert run_ranks(partly_on_meta, world_size, None) == [pytest.approx(expected)] * world_size
-    for message in run_ranks(partly_on_meta, world_size, "rank0"):
-        assert "weight has values on some ranks only (rank 0 and rank 1 differ), and sync='rank0'" in message
+    plain = nn.Linear(4, 3)
+    model = BMTrainModelWrapper(with_values_on_rank_0_alone(), init=False)
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(model(X), plain(X))
+    with pytest.raises(
+        ConfigError, match=r"weight has values on some ranks only \(rank 0 and rank 1 differ\), and sync='rank0'"
+    ):
+        BMTrainModelWrapper(with_values_on_rank_0_alone(), init=False, sync="rank0")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from zero_models import grads_of
 
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block
 from bmt_zero.key_value_caches import with_own_caches
 
@@ -66,36 +68,28 @@ class Layer(nn.Module):
         return x + torch.softmax(x @ keys.T, dim=-1) @ keys
 
 
-def gradients(kind: type, sharded: bool) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    layers: list[Any] = [Layer(0), Layer(1)]
-    if sharded:
-        layers = [Block(layer, use_checkpoint=True) for layer in layers]
-    x = torch.randn(4, WIDTH)
-    cache = Cache(kind)
-    found = []
-    for _ in range(2):  # an empty cache, and one that holds something
-        h = x
-        for layer in layers:
-            h = layer(h, past={"cache": (cache,)})
-        h.square().sum().backward()
-        for layer in layers:
-            for parameter in layer.parameters():
-                found.append(parameter.grad.flatten().clone())
-                parameter.grad = None
-        if kind is Growing:
-            for held in cache.layers:
-                held.keys = held.keys.detach()
-            assert cache.get_seq_length() == 2 * 4 * (len(found) // 4)
-    return found
-
-
+@on_ranks(1)
 @pytest.mark.parametrize("kind", [Growing, State])
 def test_recomputation_finds_the_cache_as_forward_found_it(kind: type) -> None:
-    expected = gradients(kind, False)
-    assert all(gradient.abs().sum() > 0 for gradient in expected)
-    for found in run_ranks(gradients, 1, kind, True):
-        torch.testing.assert_close(found, expected)
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Layer(0), Layer(1)])
+    blocks = nn.ModuleList([Block(layer, use_checkpoint=True) for layer in copy.deepcopy(plain)])
+    x = torch.randn(4, WIDTH)
+    caches = Cache(kind), Cache(kind)
+    for used in (1, 2):  # an empty cache, and one that holds something
+        for layers, cache in zip((plain, blocks), caches, strict=True):
+            layers.zero_grad()
+            h = x
+            for layer in layers:
+                h = layer(h, past={"cache": (cache,)})
+            h.square().sum().backward()
+            if kind is Growing:
+                for held in cache.layers:
+                    held.keys = held.keys.detach()
+                assert cache.get_seq_length() == 2 * 4 * used
+        expected = grads_of(plain)
+        assert all(grad.abs().sum() > 0 for grad in expected.values())
+        torch.testing.assert_close(grads_of(blocks), expected)
 
 
 def test_only_what_is_written_in_place_is_copied() -> None:

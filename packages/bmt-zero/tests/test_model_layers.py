@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from zero_models import grads_of, of_all_ranks
 
-from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 from bmt_zero.model_layers import describe_blocks, layers_of
 
@@ -113,11 +112,11 @@ def built(name: str) -> nn.Module:
     return MODELS[name][0]().double()
 
 
-def batches(rank: int, world_size: int, same: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(rank: int, world_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     pictures = torch.randn(STEPS, SAMPLES, 3, 8, 8, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (STEPS, SAMPLES), generator=generator)
-    share = slice(None) if same else slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+    share = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
     return [(picture[share], label[share]) for picture, label in zip(pictures, labels, strict=True)]
 
 
@@ -133,33 +132,18 @@ def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> li
     return losses
 
 
-def sharded(name: str) -> dict[str, Any]:
-    model = BMTrainModelWrapper(built(name))
-    # Statistics of a batch norm are those of a rank: there all ranks have one batch.
-    losses = train(model, batches(runtime.rank(), runtime.world_size(), same="ResNet" in name))
-    blocks = [path for path, module in model.named_modules() if isinstance(module, Block)]
-    gradients = {path: gradient_of(p) for path, p in model.named_parameters()}
-    return {"losses": losses, "blocks": blocks, "gradients": gradients, "state": dict(model.state_dict())}
-
-
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
-    assert isinstance(parameter, DistributedParameter) and parameter.grad is not None
-    return parameter.gather_like(parameter.grad)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks(1, 2, 4, init={"gradients": "mean", "device": "cpu"})
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_in_other_containers_become_blocks_and_train_like_plain_torch(name: str, world_size: int) -> None:
-    model = built(name)
-    losses = train(model, batches(0, 1, same=True))
-    gradients = {path: p.grad for path, p in model.named_parameters()}
-    results = run_ranks(sharded, world_size, name, init={"gradients": "mean", "device": "cpu"})
-    for result in results:
-        assert result["blocks"] == MODELS[name][1]
-        torch.testing.assert_close(result["gradients"], gradients)
-        torch.testing.assert_close(result["state"], dict(model.state_dict()))
-    mean = torch.tensor([result["losses"] for result in results], dtype=torch.float64).mean(0)
-    torch.testing.assert_close(mean, torch.tensor(losses, dtype=torch.float64))
+    plain, model = built(name), BMTrainModelWrapper(built(name))
+    assert [path for path, module in model.named_modules() if isinstance(module, Block)] == MODELS[name][1]
+    expected = train(plain, batches(0, 1))
+    # Statistics of a batch norm are those of a rank: there all ranks have one batch.
+    found = train(model, batches(0, 1) if "ResNet" in name else batches(runtime.rank(), world_size))
+    mean = torch.tensor(of_all_ranks(found), dtype=torch.float64).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(grads_of(model), grads_of(plain))
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 class Towers(nn.Module):
@@ -197,38 +181,35 @@ def test_a_layer_in_two_containers_is_one_layer() -> None:
     assert layers_of(model) == layers
 
 
-def described() -> list[str]:
-    of_lists = BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 250), Feed(250), Feed(250)))
-    flat = BMTrainModelWrapper(nn.Sequential(nn.Linear(500, 500, bias=False), nn.Linear(500, 500, bias=False)))
-    return [describe_blocks(of_lists), describe_blocks(flat)]
+OF_LISTS = "bmt: Sequential: 2 Blocks of up to 17 kB; 5 kB outside of Blocks are gathered together"
+
+
+def with_layers() -> nn.Module:
+    return BMTrainModelWrapper(nn.Sequential(nn.Linear(4, 250), Feed(250), Feed(250)))
 
 
 def test_wrapping_says_what_is_gathered_together(capfd: pytest.CaptureFixture[str]) -> None:
-    capfd.readouterr()
     runtime.init_distributed(device="cpu")
     try:
-        blocks, flat = described()
+        capfd.readouterr()
+        layers = with_layers()
+        flat = BMTrainModelWrapper(nn.Sequential(nn.Linear(500, 500, bias=False), nn.Linear(500, 500, bias=False)))
+        printed = capfd.readouterr().out.splitlines()
+        assert printed == [describe_blocks(layers), describe_blocks(flat)]
     finally:
         runtime.shutdown()
-    assert blocks == "bmt: Sequential: 2 Blocks of up to 17 kB; 5 kB outside of Blocks are gathered together"
-    assert flat.startswith(
+    assert printed[0] == OF_LISTS
+    assert printed[1].startswith(
         "bmt: Sequential: 0 Blocks, 2 MB of parameters are gathered together. Hold its layers in an nn.ModuleList"
     )
-    printed = capfd.readouterr().out.splitlines()
-    assert printed[-2:] == [blocks, flat]
 
 
+@on_ranks(1, 2)
 def test_every_rank_describes_the_whole() -> None:
-    alone, *others = run_ranks(described, 1), *run_ranks(described, 2)
-    assert [alone[0]] * 2 == others
+    assert describe_blocks(with_layers()) == OF_LISTS
 
 
+@on_ranks(1)
 def test_copies_of_layers_of_a_wrapped_model_are_blocks_too() -> None:
-    def copied() -> int:
-        return sum(isinstance(module, Block) for module in copy.deepcopy(BMTrainModelWrapper(ResNet())).modules())
-
-    runtime.init_distributed(device="cpu")
-    try:
-        assert copied() == 4
-    finally:
-        runtime.shutdown()
+    twin = copy.deepcopy(BMTrainModelWrapper(ResNet()))
+    assert sum(isinstance(module, Block) for module in twin.modules()) == 4

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from zero_models import Uses, full_gradient
+from zero_models import Uses, grads_of
 
 from bmt_core import BlockUse, BmtError, PostponedGradients, postpone_weight_gradients, rank
-from bmt_testing import run_ranks
+from bmt_core.run.runtime import current, world_size
+from bmt_testing import on_ranks
 from bmt_zero import Block
 from bmt_zero.block_call import BlockCall
 from bmt_zero.direct_linear import WeightGradient
@@ -24,13 +25,22 @@ def data(number: int = 0) -> torch.Tensor:
     return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(number))
 
 
-def block(level: int, use_checkpoint: bool = False) -> Any:
+def uses() -> Uses:
     torch.manual_seed(0)
-    return Block(Uses(), use_checkpoint, level)
+    return Uses()
 
 
-def gradients(module: nn.Module) -> list[torch.Tensor | None]:
-    return [full_gradient(parameter) for parameter in module.parameters()]
+def grads_of_plain(passes: int) -> dict[str, Any]:
+    """The sum over two ranks after passes over the data of each number."""
+    plain = uses()
+    for number in range(passes):
+        plain(data(number)).square().sum().backward()
+    return grads_of(plain, times=2)
+
+
+def layers(use_checkpoint: bool, level: int) -> Any:
+    torch.manual_seed(0)
+    return Block(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6, bias=False)), use_checkpoint, level)
 
 
 def postponed_backward(loss: torch.Tensor) -> PostponedGradients:
@@ -53,213 +63,161 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products_of_both(level: int, use_checkpoint: bool) -> list[Counter[Any]]:
-    """Of an ordinary backward pass, of a postponed one, and of what it left."""
-    module = Block(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6, bias=False)), use_checkpoint, level)
-    found = []
-    x = data().requires_grad_()
-    ordinary, split = module(x).square().sum(), module(x).square().sum()
-    with Products() as products:
-        ordinary.backward()
-    found.append(products.shapes)
-    with Products() as products:
-        postponed = postponed_backward(split)
-    found.append(products.shapes)
-    with Products() as products:
-        postponed.compute()
-        postponed.compute()  # does nothing
-    return [*found, products.shapes]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("level", [0, 3])
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_each_product_is_computed_once_and_those_for_weights_are_left(level: int, use_checkpoint: bool) -> None:
-    weights = Counter({((9, 8), (8, 6)): 1, ((6, 8), (8, 9)): 1})
-    for ordinary, inputs, left in run_ranks(products_of_both, 2, level, use_checkpoint):
-        assert left == weights and inputs + left == ordinary
+    block = layers(use_checkpoint, level)
+    x = data().requires_grad_()
+    ordinary, split = block(x).square().sum(), block(x).square().sum()
+    with Products() as of_ordinary:
+        ordinary.backward()
+    with Products() as of_inputs:
+        postponed = postponed_backward(split)
+    with Products() as left:
+        postponed.compute()
+        postponed.compute()  # does nothing
+    assert left.shapes == {((9, 8), (8, 6)): 1, ((6, 8), (8, 9)): 1}
+    assert of_inputs.shapes + left.shapes == of_ordinary.shapes
 
 
-def products_of_joined() -> tuple[Counter[Any], list[Any], list[Any]]:
-    """The products for weights of two micro-batches; and the gradients beside those of ordinary backward passes."""
-    found: list[Any] = []
-    for joins in (True, False):
-        torch.manual_seed(0)
-        module = Block(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6, bias=False)), False, 3).double()
-        left = []
-        for micro in range(2):
-            module.set_use(BlockUse(last_backward=micro == 1))
-            loss = module(data(micro).double()).square().sum()
-            if joins:
-                left.append(postponed_backward(loss))
-            else:
-                loss.backward()
-        with Products() as products:
-            PostponedGradients.joined(left).compute()
-        found += [products.shapes, gradients(module)]
-    return found[0], found[1], found[3]
-
-
+@on_ranks(2)
 def test_joined_gradients_are_one_product_for_each_layer() -> None:
-    for products, joined, ordinary in run_ranks(products_of_joined, 2):
-        assert products == {((9, 16), (16, 6)): 1, ((6, 16), (16, 9)): 1}
-        torch.testing.assert_close(joined, ordinary)
-
-
-def in_order(order: list[int], level: int, use_checkpoint: bool) -> list[torch.Tensor | None]:
-    """Gradients of three micro-batches, of which the last is reduced with what was held back of the others."""
-    module = block(level, use_checkpoint)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    block, ordinary = (layers(False, 3).double() for _ in range(2))
     left = []
-    for micro in range(3):
-        module.set_use(BlockUse(last_backward=micro == 2))
-        left.append(postponed_backward(module(data(micro)).square().sum()))
-    for micro in order:
-        left[micro].compute()
-    optimizer.step()
-    return gradients(module)
+    for micro_batch in range(2):
+        for each in (block, ordinary):
+            each.set_use(BlockUse(last_backward=micro_batch == 1))
+        left.append(postponed_backward(block(data(micro_batch).double()).square().sum()))
+        ordinary(data(micro_batch).double()).square().sum().backward()
+    with Products() as products:
+        PostponedGradients.joined(left).compute()
+    assert products.shapes == {((9, 16), (16, 6)): 1, ((6, 16), (16, 9)): 1}
+    torch.testing.assert_close(grads_of(block), grads_of(ordinary))
 
 
-def plain(count: int) -> list[torch.Tensor | None]:
-    torch.manual_seed(0)
-    module = Uses()
-    for micro in range(count):
-        (2 * module(data(micro)).square().sum()).backward()  # of two ranks
-    return gradients(module)
-
-
+# In the last order, what comes after the last micro-batch is reduced by the optimizer's step.
+@on_ranks(2)
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 0, 2], [2, 0, 1]], ids=str)
 @pytest.mark.parametrize(("level", "use_checkpoint"), [(0, False), (1, True), (2, False), (3, True)])
-def test_gradients_may_be_computed_in_any_order(level: int, use_checkpoint: bool) -> None:
-    expected = plain(3)
-    # In the last one, what comes after the last micro-batch is reduced by the optimizer's step.
-    for order in ([0, 1, 2], [1, 0, 2], [2, 0, 1]):
-        for found in run_ranks(in_order, 2, order, level, use_checkpoint):
-            torch.testing.assert_close(found, expected)
+def test_gradients_may_be_computed_in_any_order(level: int, use_checkpoint: bool, order: list[int]) -> None:
+    """Of three micro-batches the last is reduced with what was held back of the others."""
+    block = Block(uses(), use_checkpoint, level)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
+    left = []
+    for micro_batch in range(3):
+        block.set_use(BlockUse(last_backward=micro_batch == 2))
+        left.append(postponed_backward(block(data(micro_batch)).square().sum()))
+    for micro_batch in order:
+        left[micro_batch].compute()
+    optimizer.step()
+    torch.testing.assert_close(grads_of(block), grads_of_plain(3))
 
 
-def joined_in_half_precision(level: int, device: str) -> tuple[list[Any], list[Any], bool]:
-    """Gradients of five micro-batches: joined in twos, while those of a later one are postponed; and one after the other.
-
-    Also: whether what stood for held-back gradients is gone when they are reduced.
-    """
-    results = []
-    for joins in (True, False):
-        module = block(level).bfloat16().to(device)
-        left, due = {}, []
-        for micro in range(5):
-            module.set_use(BlockUse(last_backward=micro == 4))
-            loss = module(data(micro).bfloat16().to(device)).float().square().sum()
-            if not joins:
-                loss.backward()
-                continue
-            left[micro] = postponed_backward(loss)
-            if micro > 0:
-                due.append(left.pop(micro - 1))
-            if len(due) == 2:
-                PostponedGradients.joined(due).compute()
-                due.clear()
-        if joins:
-            left.pop(4).compute()
-        results.append(gradients(module))
-    (group, *_) = module._bmt_block.state.groups
-    # With no gradient to which they are added, reduced gradients need no second sum.
-    return *results, group.ledger._placeholders == [] and group.ledger.sum._total is None  # type: ignore[return-value]
+def check_joined_in_half_precision(level: int) -> None:
+    """Five micro-batches: joined in twos, while those of a later one are postponed; and one after the other."""
+    device = current().device
+    block, ordinary = (Block(uses(), False, level).bfloat16().to(device) for _ in range(2))
+    left, due = {}, []
+    for micro_batch in range(5):
+        x = data(micro_batch).bfloat16().to(device)
+        for each in (block, ordinary):
+            each.set_use(BlockUse(last_backward=micro_batch == 4))
+        ordinary(x).float().square().sum().backward()
+        left[micro_batch] = postponed_backward(block(x).float().square().sum())
+        if micro_batch > 0:
+            due.append(left.pop(micro_batch - 1))
+        if len(due) == 2:
+            PostponedGradients.joined(due).compute()
+            due.clear()
+    left.pop(4).compute()
+    torch.testing.assert_close(grads_of(block), grads_of(ordinary), rtol=0.02, atol=0.02)
+    for each in (block, ordinary):
+        ledger = each._bmt_block.state.groups[0].ledger
+        assert ledger._placeholders == []  # what stood for held-back gradients is gone
+        assert ledger.sum._total is None  # with no gradient to which they are added, reduced ones need no second sum
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_ranks(2)
 @pytest.mark.parametrize("level", [0, 1, 3])
-def test_in_half_precision_products_of_several_micro_batches_are_one(level: int, device: str) -> None:
-    for joined, ordinary, is_clear in run_ranks(joined_in_half_precision, 2, level, device, init={"device": device}):
-        torch.testing.assert_close(joined, ordinary, rtol=0.02, atol=0.02)
-        assert is_clear
+def test_in_half_precision_products_of_several_micro_batches_are_one(level: int) -> None:
+    check_joined_in_half_precision(level)
+
+
+@pytest.mark.gpu
+@on_ranks(2, init={"device": "cuda"})
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_on_gpus_in_half_precision_products_of_several_micro_batches_are_one(level: int) -> None:
+    check_joined_in_half_precision(level)
 
 
 def layer_and_gradients_left(passes: int, rows: int, linear: bool = True) -> tuple[Any, list[PostponedGradients]]:
     """A Block of a weight of 64 x 64 in bfloat16, whose sum in float32 is 16 KiB, and what passes of ``rows`` rows leave of it."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False) if linear else nn.LayerNorm(64)
-    module: Any = Block(nn.Sequential(layer), False, 3, reduce_dtype="param").bfloat16()
+    block: Any = Block(nn.Sequential(layer), False, 3, reduce_dtype="param").bfloat16()
     left = []
     for number in range(passes):
-        module.set_use(BlockUse(last_backward=number == passes - 1))
-        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
-        left.append(postponed_backward(module(x).float().square().sum()))
-    return module, left
+        block.set_use(BlockUse(last_backward=number == passes - 1))
+        left.append(postponed_backward(block(rows_of(number, rows)).float().square().sum()))
+    return block, left
 
 
-def numbers_to_join() -> list[int]:
-    """For four rows, whose input and gradient are 1 KiB: of one pass, of as many as need no sum, of more. For others: of four."""
-    (of_few,), (of_many,), (of_none,) = (
-        layer_and_gradients_left(1, rows, linear)[1] for rows, linear in ((4, True), (64, True), (4, False))
-    )
-    few = [of_few.number_to_join(passes) for passes in (1, 25, 26)]
-    return [*few, of_many.number_to_join(4), of_none.number_to_join(4)]
+def rows_of(number: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(number)).bfloat16()
 
 
-def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum() -> None:
-    assert run_ranks(numbers_to_join, 2) == [[1, 25, 9, 1, 1]] * 2
+# Four rows, whose input and gradient are 1 KiB: of one pass, of as many as need no sum, of more. Others: of four passes.
+NUMBERS = [(4, True, 1, 1), (4, True, 25, 25), (4, True, 26, 9), (64, True, 4, 1), (4, False, 4, 1)]
 
 
-def joined_by(number_of_rank: list[int]) -> tuple[torch.Tensor, bool]:
-    """The gradient of four passes, joined by each rank as it likes; and whether this rank has a sum of it in float32."""
-    module, left = layer_and_gradients_left(4, 4)
-    number = number_of_rank[rank()]
-    (group,) = module._bmt_block.state.groups
+@on_ranks(2)
+@pytest.mark.parametrize(("rows", "linear", "passes", "joined"), NUMBERS)
+def test_as_many_passes_are_joined_as_take_little_memory_beside_the_sum(
+    rows: int, linear: bool, passes: int, joined: int
+) -> None:
+    _, (left,) = layer_and_gradients_left(1, rows, linear)
+    assert left.number_to_join(passes) == joined
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("numbers", [[4, 4], [4, 1], [3, 4]], ids=str)
+def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like(numbers: list[int]) -> None:
+    """All passes of a step need no float32 sum on a rank; several ranks reduce in float32 whether they have one or not."""
+    block, left = layer_and_gradients_left(4, 4)
+    number = numbers[rank()]
     is_summed = False
     for first in range(0, 4, number):
         PostponedGradients.joined(left[first : first + number]).compute()
-        is_summed |= group.ledger._held_back is not None
-    torch.optim.SGD(module.parameters(), lr=0.0).step()
-    gradient = full_gradient(module[0].weight)
-    assert gradient is not None
-    return gradient, is_summed
-
-
-def test_joined_products_are_rounded_once_and_ranks_may_join_as_they_like() -> None:
-    """All passes of a step need no float32 sum on a rank; several ranks reduce in float32 whether they have one or not."""
+        is_summed |= block._bmt_block.state.groups[0].ledger._held_back is not None
+    torch.optim.SGD(block.parameters(), lr=0.0).step()
+    assert is_summed == (number < 4)
     torch.manual_seed(0)
     plain = nn.Linear(64, 64, bias=False).bfloat16().double()
-    for number in range(4):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).bfloat16().double()
-        plain(x).square().sum().backward()
-    expected = plain.weight.grad
-    assert expected is not None
-    for numbers in ([4], [4, 4], [4, 1], [3, 4]):
-        for at, (gradient, is_summed) in enumerate(run_ranks(joined_by, len(numbers), numbers)):
-            assert is_summed == (numbers[at] < 4)
-            # Outputs and their gradients are rounded too.
-            error = (gradient.double() / len(numbers) - expected).norm() / expected.norm()
-            assert gradient.dtype == torch.bfloat16 and error < 2**-8, (numbers, error)
+    for each in range(4):
+        plain(rows_of(each, 4).double()).square().sum().backward()
+    found, expected = grads_of(block)["0.weight"], plain.weight.grad
+    assert expected is not None and found.dtype == torch.bfloat16
+    # Outputs and their gradients are rounded too.
+    assert (found.double() / world_size() - expected).norm() / expected.norm() < 2**-8
 
 
-def kept_memory() -> tuple[bool, bool, bool, bool]:
-    """Whether inputs of layers and gathered parameters live after the backward pass, and after compute()."""
-    module = Block(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), False, 3)
+@on_ranks(2)
+def test_only_what_products_read_is_kept_and_only_until_they_are_computed() -> None:
+    block = Block(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), False, 3)
     inputs: list[Any] = []
-
-    def note(layer: nn.Module, args: Any) -> None:
-        inputs.append(weakref.ref(args[0].untyped_storage()))
-
-    module[2].register_forward_pre_hook(note)  # type: ignore[index]
+    block[2].register_forward_pre_hook(lambda layer, args: inputs.append(weakref.ref(args[0].untyped_storage())))
     gc.disable()  # what is kept by a cycle counts as kept
     try:
-        postponed = postponed_backward(module(data()).square().sum())
-        block = module._bmt_block.state  # type: ignore[union-attr]
-        (group,) = block.groups
-        is_gathered = group.buffer.tensor.untyped_storage().nbytes() > 0
-        is_kept = inputs[0]() is not None
-        graph = [part for part in gc.get_objects() if isinstance(part, BlockCall) and part.block is block]
+        postponed = postponed_backward(block(data()).square().sum())
+        state = block._bmt_block.state
+        assert state.groups[0].buffer.tensor.untyped_storage().nbytes() == 0
+        assert inputs[0]() is not None
+        assert not [part for part in gc.get_objects() if isinstance(part, BlockCall) and part.block is state]
         postponed.compute()
-        return is_gathered, is_kept, inputs[0]() is not None, bool(graph)
+        assert inputs[0]() is None
     finally:
         gc.enable()
-
-
-def test_only_what_products_read_is_kept_and_only_until_they_are_computed() -> None:
-    assert run_ranks(kept_memory, 2) == [(False, True, False, False)] * 2
-
-
-class Interrupt(Exception):
-    pass
 
 
 @pytest.mark.parametrize("is_temporary", [True, False])
@@ -277,51 +235,48 @@ def test_memory_that_is_lent_is_copied_for_later(is_temporary: bool) -> None:
             gradient.check()
 
 
-def fail(grad: torch.Tensor) -> None:
+class Interrupt(Exception):
+    """What a backward pass is made to raise."""
+
+
+def interrupt(grad: torch.Tensor) -> None:
     raise Interrupt
 
 
-def after(what: str, level: int) -> list[torch.Tensor | None]:
-    """Gradients of a step of one micro-batch, after a step that went wrong."""
-    module = block(level)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+@on_ranks(2)
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("what", ["failed backward", "dropped", "cleared"])
+def test_a_block_is_usable_after_a_step_that_went_wrong(what: str, level: int) -> None:
+    block = Block(uses(), False, level)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
+    left = postponed_backward(block(data(1)).square().sum())
     if what == "failed backward":
-        left = postponed_backward(module(data(1)).square().sum())
         x = data(2).requires_grad_()
-        x.register_hook(fail)
+        x.register_hook(interrupt)
         with pytest.raises(Interrupt):
-            postponed_backward((module(module(x))).square().sum())
+            postponed_backward(block(block(x)).square().sum())
         left.compute()  # as if the failed one had not been tried
-        (other, *_) = [g for g in gradients(module) if g is not None]
-        assert other.any()
+        first = next(grad for grad in grads_of(block).values() if grad is not None)
+        assert first.any()
     elif what == "dropped":
-        postponed_backward(module(data(1)).square().sum())
+        del left
         with pytest.raises(BmtError, match=r"postponed in 1 calls and are not computed.*Call compute\(\)"):
             optimizer.step()
-    elif what == "cleared":
-        left = postponed_backward(module(data(1)).square().sum())
+    else:
         optimizer.zero_grad()
         with pytest.raises(BmtError, match=r"compute\(\) came after .grad was cleared"):
             left.compute()
     optimizer.zero_grad()
-    postponed_backward(module(data()).square().sum()).compute()
+    postponed_backward(block(data()).square().sum()).compute()
     optimizer.step()
-    return gradients(module)
+    torch.testing.assert_close(grads_of(block), grads_of_plain(1))
 
 
-@pytest.mark.parametrize("level", [0, 1, 3])
-@pytest.mark.parametrize("what", ["failed backward", "dropped", "cleared"])
-def test_a_block_is_usable_after_a_step_that_went_wrong(what: str, level: int) -> None:
-    expected = plain(1)
-    for found in run_ranks(after, 2, what, level):
-        torch.testing.assert_close(found, expected)
-
-
-def modified(what: str) -> None:
-    x = data().requires_grad_()
-    read = x * 1.0
-    module = Block(nn.Sequential(nn.Linear(6, 6)), False)
-    output = module(read)
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["input", "gradient"])
+def test_what_is_read_later_must_stay_as_it_is(what: str) -> None:
+    read = data().requires_grad_() * 1.0
+    output = Block(nn.Sequential(nn.Linear(6, 6)), False)(read)
     given = torch.ones_like(output)
     with postpone_weight_gradients() as postponed:
         torch.autograd.backward(output, given)
@@ -333,31 +288,21 @@ def modified(what: str) -> None:
         postponed.compute()
 
 
-@pytest.mark.parametrize("what", ["input", "gradient"])
-def test_what_is_read_later_must_stay_as_it_is(what: str) -> None:
-    run_ranks(modified, 2, what)
-
-
-def beside_another_gradient() -> list[torch.Tensor | None]:
+@on_ranks(2)
+def test_a_gradient_that_others_get_too_is_not_taken_away() -> None:
     """The gradient of the output is that of a leaf, too, where more is added before the products are computed."""
     torch.manual_seed(0)
-    module, beside = Block(nn.Sequential(nn.Linear(6, 6)), False), torch.zeros(8, 6, requires_grad=True)
+    plain, layer = nn.Linear(6, 6), nn.Linear(6, 6)
+    layer.load_state_dict(plain.state_dict())
+    block, beside = Block(nn.Sequential(layer), False), torch.zeros(8, 6, requires_grad=True)
     left = []
-    for micro in range(2):
-        x, other = data(micro).flatten(0, 1), beside.clone()
-        left.append(postponed_backward((module(x) + other).square().sum()))
+    for number in range(2):
+        x = data(number).flatten(0, 1)
+        plain(x).square().sum().backward()
+        left.append(postponed_backward((block(x) + beside.clone()).square().sum()))
     for postponed in left:
         postponed.compute()
-    return gradients(module)
-
-
-def test_a_gradient_that_others_get_too_is_not_taken_away() -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(6, 6)
-    for micro in range(2):
-        (2 * module(data(micro).flatten(0, 1)).square().sum()).backward()
-    for found in run_ranks(beside_another_gradient, 2):
-        torch.testing.assert_close(found, gradients(module))
+    torch.testing.assert_close([*grads_of(block).values()], [*grads_of(plain, times=2).values()])
 
 
 class Watched(nn.Module):
@@ -376,43 +321,35 @@ class Watched(nn.Module):
         return out
 
 
-def watched(level: int) -> tuple[int, list[torch.Tensor | None], int, list[torch.Tensor | None], torch.Tensor]:
-    """Gradients with a hook inside the block, with one on a shard, and one that torch.autograd.grad asks for."""
-    module = Block(Watched(), False, level)
-    seen = []
-    left = postponed_backward(module(data()).square().sum())
-    seen_inside = len(module.seen)  # type: ignore[arg-type]
+@on_ranks(2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_others_are_to_see_is_not_postponed(level: int) -> None:
+    """A hook inside the block, one on a shard, and what torch.autograd.grad asks for."""
+    plain, block = Watched(), Block(Watched(), False, level)
+    plain(data()).square().sum().backward()
+    expected = grads_of(plain, times=2)
+    left = postponed_backward(block(data()).square().sum())
+    assert len(block.seen) == 1
     left.compute()
-    inside = gradients(module)
-    module.zero_grad()
-    weight = next(iter(module.parameters()))
-    handle = weight.register_hook(lambda grad: seen.append(grad))
-    left = postponed_backward(module(data()).square().sum())
-    seen_outside = len(seen)
+    torch.testing.assert_close(grads_of(block), expected)
+    block.zero_grad()
+    weight: Any = next(iter(block.parameters()))
+    seen: list[torch.Tensor] = []
+    handle = weight.register_hook(seen.append)
+    left = postponed_backward(block(data()).square().sum())
+    assert len(seen) == 1
     left.compute()
     handle.remove()
     with postpone_weight_gradients() as left:
-        (asked,) = torch.autograd.grad(module(data()).square().sum(), [weight])
+        (asked,) = torch.autograd.grad(block(data()).square().sum(), [weight])
     left.compute()
-    return seen_inside, inside, seen_outside, gradients(module), weight.gather_like(asked)  # type: ignore[attr-defined]
+    torch.testing.assert_close(grads_of(block), expected)
+    torch.testing.assert_close(weight.gather_like(asked), expected["layer.weight"])
 
 
-@pytest.mark.parametrize("level", [0, 3])
-def test_what_others_are_to_see_is_not_postponed(level: int) -> None:
-    module = Watched()
-    (2 * module(data()).square().sum()).backward()
-    expected = gradients(module)
-    for seen_inside, inside, seen_outside, outside, asked in run_ranks(watched, 2, level):
-        assert seen_inside == seen_outside == 1
-        torch.testing.assert_close([inside, outside, asked], [expected, expected, expected[0]])
-
-
-def with_second_derivatives() -> None:
-    module = block(3)
-    with postpone_weight_gradients() as postponed, pytest.raises(BmtError, match="create_graph=True reached a Block"):
-        module(data()).square().sum().backward(create_graph=True)
-    postponed.compute()
-
-
+@on_ranks(2)
 def test_second_derivatives_are_refused() -> None:
-    run_ranks(with_second_derivatives, 2)
+    block = Block(uses(), False, 3)
+    with postpone_weight_gradients() as postponed, pytest.raises(BmtError, match="create_graph=True reached a Block"):
+        block(data()).square().sum().backward(create_graph=True)
+    postponed.compute()

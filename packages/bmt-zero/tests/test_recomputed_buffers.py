@@ -8,26 +8,17 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from zero_models import X, line
 
-from bmt_core.errors import BmtError
-from bmt_testing import run_ranks
+from bmt_core import BmtError
+from bmt_testing import on_ranks
 from bmt_zero import Block
-
-
-def line(weight: float = 1.0) -> nn.Linear:
-    layer = nn.Linear(2, 2)
-    with torch.no_grad():
-        layer.weight.fill_(weight)
-        layer.bias.zero_()
-    return layer
-
-
-X = torch.ones(1, 2)
 
 
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.linear = nn.Linear(3, 3)
         self.norm = nn.BatchNorm1d(3)
 
@@ -36,20 +27,14 @@ class Normed(nn.Module):
         return y
 
 
-def statistics(use_checkpoint: bool | None) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    module: nn.Module = Normed()
-    if use_checkpoint is not None:
-        Block(module, use_checkpoint=use_checkpoint)
-    for step in range(2):
-        module(torch.arange(12.0).view(4, 3) + step).square().sum().backward()
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_running_statistics_are_updated_once(use_checkpoint: bool) -> None:
-    for buffers in run_ranks(statistics, 2, use_checkpoint):
-        torch.testing.assert_close(buffers, statistics(None))
+    plain, block = Normed(), Block(Normed(), use_checkpoint=use_checkpoint)
+    for step in range(2):
+        for module in (plain, block):
+            module(torch.arange(12.0).view(4, 3) + step).square().sum().backward()
+    torch.testing.assert_close(dict(block.named_buffers()), dict(plain.named_buffers()))
 
 
 class Changing(nn.Module):
@@ -90,26 +75,24 @@ class Changing(nn.Module):
         return y
 
 
-def changing(use_checkpoint: bool | None) -> Any:
-    module: nn.Module = Changing()
-    if use_checkpoint is not None:
-        Block(module, use_checkpoint=use_checkpoint)
-    found = []
-    for step in range(2):
-        x = (X + step).clone().requires_grad_()
-        losses = [module(x).sum(), module(x).sum()]
-        for loss in losses:
-            loss.backward(retain_graph=True)
-            loss.backward()
-        found.append(x.grad)
-    return found, {name: buffer.to_dense().clone() for name, buffer in module.named_buffers()}
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("use_checkpoint", [False, True])
 def test_buffers_that_forward_changes_are_changed_once_and_recomputed_from(use_checkpoint: bool) -> None:
-    expected = changing(None)
-    for found in run_ranks(changing, 2, use_checkpoint):
-        torch.testing.assert_close(found, expected)
+    plain, block = Changing(), Block(Changing(), use_checkpoint=use_checkpoint)
+    of_inputs: list[Any] = []
+    for module in (plain, block):
+        of_inputs.append([])
+        for step in range(2):
+            x = (X + step).clone().requires_grad_()
+            for loss in [module(x).sum(), module(x).sum()]:
+                loss.backward(retain_graph=True)
+                loss.backward()
+            of_inputs[-1].append(x.grad)
+    torch.testing.assert_close(of_inputs[1], of_inputs[0])
+    found, expected = (
+        {name: buffer.to_dense() for name, buffer in module.named_buffers()} for module in (block, plain)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 class Decaying(nn.Module):
@@ -126,35 +109,31 @@ class Decaying(nn.Module):
         return y
 
 
-def decaying(backward_follows: bool) -> list[Any]:
-    block, inputs, losses = Block(Decaying(), use_checkpoint=True), [], []
-    for step in range(3):
-        inputs.append((X + step).clone().requires_grad_())
-        losses.append(block(inputs[-1]).square().sum())
-        if backward_follows:
-            losses.pop().backward()
-    for loss in losses:
-        loss.backward()
-    return [x.grad for x in inputs]
-
-
+@on_ranks(1)
 def test_a_buffer_that_backward_needs_is_that_of_its_own_forward() -> None:
-    torch.testing.assert_close(run_ranks(decaying, 1, False), run_ranks(decaying, 1, True))
+    of_inputs = []
+    for backward_follows in (True, False):
+        block, inputs, losses = Block(Decaying(), use_checkpoint=True), [], []
+        for step in range(3):
+            inputs.append((X + step).clone().requires_grad_())
+            losses.append(block(inputs[-1]).square().sum())
+            if backward_follows:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        of_inputs.append([x.grad for x in inputs])
+    torch.testing.assert_close(of_inputs[1], of_inputs[0])
 
 
-def looks() -> list[bool]:
-    """Return whether each of three calls laid the block out again."""
+@on_ranks(1)
+def test_a_forward_that_replaces_buffers_is_not_laid_out_again() -> None:
     block = Block(Changing())
-    found = []
+    is_new = []
     for _ in range(3):
         before = block._bmt_block.state.buffers
         block(X).sum().backward()
-        found.append(block._bmt_block.state.buffers is not before)
-    return found
-
-
-def test_a_forward_that_replaces_buffers_is_not_laid_out_again() -> None:
-    assert run_ranks(looks, 1) == [[False, True, False]]  # the first one registers a buffer
+        is_new.append(block._bmt_block.state.buffers is not before)
+    assert is_new == [False, True, False]  # the first one registers a buffer
 
 
 SIZE = 512  # a buffer of this many rows and columns has 1 MiB, and counts as large
@@ -204,8 +183,7 @@ class BytesCloned(TorchDispatchMode):
         return result
 
 
-def copied_bytes(first_writes: Large) -> list[int]:
-    """Return the bytes that each of three calls, with its backward, copies."""
+def bytes_copied_in_three_calls(first_writes: Large) -> list[int]:
     block = Block(WithLarge(first_writes))
     found = []
     for call in range(3):
@@ -215,75 +193,64 @@ def copied_bytes(first_writes: Large) -> list[int]:
     return found
 
 
+@on_ranks(1)
 def test_a_large_constant_buffer_is_copied_in_the_first_forward_only() -> None:
-    first, second, third = run_ranks(copied_bytes, 1, {})[0]
+    first, second, third = bytes_copied_in_three_calls({})
     assert 4 * 2**20 <= first < 5 * 2**20
     assert second == third < 2**10
 
 
+@on_ranks(1)
 def test_of_the_large_buffers_those_are_copied_that_forward_changes() -> None:
-    ((_, second, third),) = run_ranks(copied_bytes, 1, {"state": 0})
+    _, second, third = bytes_copied_in_three_calls({"state": 0})
     # Forward copies the state before it, and the recomputation the present one.
     assert 2 * 2**20 <= second == third < 2 * 2**20 + 2**10
 
 
-def writing(use_checkpoint: bool | None, first_writes: Large) -> Any:
-    """Train with several calls before their backward passes, and return gradients and buffers."""
-    module: nn.Module = WithLarge(first_writes)
-    if use_checkpoint is not None:
-        Block(module, use_checkpoint=use_checkpoint)
-    inputs = []
-    for step in range(2):
-        losses = []
-        for call in range(2):
-            inputs.append((X + call).clone().requires_grad_())
-            losses.append(module(inputs[-1], 2 * step + call).sum())
-        for loss in losses:
-            loss.backward()
-    return [x.grad for x in inputs], {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "first_writes", [{"small": 0, "state": 0, "through_data": 0, "replaced": 0}, {"small": 2, "replaced": 1}]
 )
 def test_large_buffers_that_forward_changes_are_changed_once_and_recomputed_from(first_writes: Large) -> None:
-    expected = writing(None, first_writes)
-    for found in run_ranks(writing, 2, True, first_writes):
-        torch.testing.assert_close(found, expected)
+    """With several calls before their backward passes."""
+    plain, block = WithLarge(first_writes), Block(WithLarge(first_writes), use_checkpoint=True)
+    of_inputs = []
+    for module in (plain, block):
+        inputs = []
+        for step in range(2):
+            losses = []
+            for call in range(2):
+                inputs.append((X + call).clone().requires_grad_())
+                losses.append(module(inputs[-1], 2 * step + call).sum())
+            for loss in losses:
+                loss.backward()
+        of_inputs.append([x.grad for x in inputs])
+    torch.testing.assert_close(of_inputs[1], of_inputs[0])
+    torch.testing.assert_close(dict(block.named_buffers()), dict(plain.named_buffers()))
 
 
-def late_change(name: str, in_forward: bool) -> tuple[str, Any]:
-    """Change a buffer that was constant before. Return what is said, and the gradient of the next call."""
-    block = Block(WithLarge({name: 1} if in_forward else {}))
-    for parameter in block.parameters():
-        parameter.requires_grad_(False)
-    block(X.clone().requires_grad_()).sum().backward()
-    loss = block(X.clone().requires_grad_(), 1).sum()
-    if not in_forward:
-        dict(block.named_buffers())[name].mul_(1.25)
-    with pytest.raises(BmtError) as raised:
-        loss.backward()
+def gradient_of_input(module: nn.Module, call: int) -> torch.Tensor | None:
     x = X.clone().requires_grad_()
-    block(x, 2).sum().backward()
-    return str(raised.value), x.grad
-
-
-def after_late(name: str) -> Any:
-    """Return the gradient of the last call of :func:`late_change` in plain torch."""
-    module = WithLarge({name: 1})
-    module(X, 0)
-    module(X, 1)
-    x = X.clone().requires_grad_()
-    module(x, 2).sum().backward()
+    module(x, call).sum().backward()
     return x.grad
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
-    ("name", "in_forward"), [("state", True), ("child.state", False), ("mask", False), ("small", False)]
+    ("path", "in_forward"), [("child.state", True), ("child.state", False), ("mask", False), ("small", False)]
 )
-def test_a_buffer_whose_earlier_value_is_lost_raises_on_every_rank(name: str, in_forward: bool) -> None:
-    path = "child.state" if name == "state" else name
-    for text, gradient in run_ranks(late_change, 2, name, in_forward):
-        assert f"Buffer {path!r} of a block was modified in place" in text and "use_checkpoint=False" in text
-        if in_forward:
-            torch.testing.assert_close(gradient, after_late(name))
+def test_a_buffer_whose_earlier_value_is_lost_raises_on_every_rank(path: str, in_forward: bool) -> None:
+    first_writes = {"state": 1} if in_forward else {}
+    plain, block = WithLarge(first_writes), Block(WithLarge(first_writes)).requires_grad_(False)
+    gradient_of_input(block, 0)
+    loss = block(X.clone().requires_grad_(), 1).sum()
+    if not in_forward:
+        block.get_buffer(path).mul_(1.25)  # constant before
+    with pytest.raises(BmtError, match=rf"Buffer '{path}' of a block was modified in place(.|\n)*use_checkpoint=False"):
+        loss.backward()
+    if in_forward:
+        for call in (0, 1):
+            plain(X, call)
+        torch.testing.assert_close(gradient_of_input(block, 2), gradient_of_input(plain, 2))
+    else:
+        gradient_of_input(block, 2)

@@ -13,7 +13,7 @@ from torch.distributed import all_reduce  # by name, before a run has started
 
 from bmt_core import ConfigError, DistributedParameter, whole_parameters
 from bmt_core.run.runtime import rank, world_size
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block, BMTrainModelWrapper
 
 # With a head of 7 x 5, no number of ranks has equal parts, and in the bias of 1 most ranks have nothing.
@@ -53,57 +53,44 @@ ON_VALUES: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ConfigError as error:
-        return str(error)
-    return ""
+@on_ranks(2, 4)
+def test_collectives_on_parts_are_refused_on_every_rank_and_change_nothing() -> None:
+    plain, model = Model(), BMTrainModelWrapper(Model())
+    inputs = [torch.full((2, 5), each + 1.0) for each in range(world_size())]
+    for module, x in ((plain, torch.cat(inputs)), (model, inputs[rank()])):
+        (module(x).sum() / world_size()).backward()
+    kept = [(part.detach().clone(), part.grad.clone()) for part in model.parameters()]
+    for name, part in model.named_parameters():
+        if name not in SHAPES:
+            continue
+        for call in ON_GRADIENTS:
+            with pytest.raises(ConfigError) as caught:
+                call(part.grad)
+            said = str(caught.value)
+            assert f"this rank's gradient of {name} of shape {SHAPES[name]}. bmt has summed it" in said
+            assert 'gradients="mean"' in said and "grad.clone()" in said
+        for call in ON_VALUES:
+            with pytest.raises(ConfigError) as caught:
+                call(part)
+            said = str(caught.value)
+            assert f"this rank's part of {name} of shape {SHAPES[name]}" in said
+            assert 'sync="rank0"' in said and "whole_parameters" in said
+    for part, (value, grad) in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(part.detach(), value) and torch.equal(part.grad, grad)
+    for module in (plain, model):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def refused() -> tuple[dict[str, list[str]], dict[str, list[str]], list[torch.Tensor]]:
-    """What is said of gradients and of values, and what the ranks have afterwards."""
-    model = BMTrainModelWrapper(Model())
-    (model(torch.full((2, 5), rank() + 1.0)).sum() / world_size()).backward()
-    named = {name: p for name, p in model.named_parameters() if name in SHAPES}
-    kept = [(p.detach().clone(), p.grad.clone()) for p in model.parameters()]
-    grads = {name: [error_of(lambda: call(p.grad)) for call in ON_GRADIENTS] for name, p in named.items()}  # noqa: B023
-    values = {name: [error_of(lambda: call(p)) for call in ON_VALUES] for name, p in named.items()}  # noqa: B023
-    for p, (value, grad) in zip(model.parameters(), kept, strict=True):
-        assert torch.equal(p.detach(), value) and torch.equal(p.grad, grad)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return grads, values, [p.gather() for p in named.values()]
-
-
-def one_process(ranks: int) -> list[torch.Tensor]:
-    model = Model()
-    inputs = torch.cat([torch.full((2, 5), r + 1.0) for r in range(ranks)])
-    (model(inputs).sum() / ranks).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return [p.detach() for name, p in model.named_parameters() if name in SHAPES]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.filterwarnings("ignore:SGD takes a step")
-def test_collectives_on_parts_are_refused_on_every_rank_and_change_nothing(ranks: int) -> None:
-    for grads, values, trained in run_ranks(refused, ranks):
-        for name, texts in grads.items():
-            shape = f"this rank's gradient of {name} of shape {SHAPES[name]}. bmt has summed it"
-            assert all(shape in text and 'gradients="mean"' in text and "grad.clone()" in text for text in texts), texts
-        for name, texts in values.items():
-            shape = f"this rank's part of {name} of shape {SHAPES[name]}"
-            assert all(shape in text and 'sync="rank0"' in text and "whole_parameters" in text for text in texts), texts
-        for got, expected in zip(trained, one_process(ranks), strict=True):
-            torch.testing.assert_close(got, expected)
-
-
-def allowed() -> list[float]:
+@on_ranks(2)
+def test_other_tensors_and_whole_parameters_may_be_given_to_collectives() -> None:
     """What is right, or said to be meant: ordinary tensors, copies, the part itself, whole parameters, equal replicas."""
     model, plain = BMTrainModelWrapper(Model()), nn.Linear(2, 2)
     replicated = Block(nn.Linear(4, 4), zero_level=0)
     for module, width in ((model, 5), (plain, 2), (replicated, 4)):
         module(torch.ones(2, width)).sum().backward()
     weight = dict(model.named_parameters())["layers.0.weight"]
+    assert plain.weight.grad is not None
     plain.weight.grad.fill_(rank())
     dist.all_reduce(plain.weight.grad)
     dist.broadcast(plain.weight.data, 0)
@@ -117,20 +104,12 @@ def allowed() -> list[float]:
     dist.broadcast(part.detach(), 0)  # of two elements on each rank
     with whole_parameters(model.head):
         dist.broadcast(model.head.weight.data, 0)
-    whole = weight.gather().detach()
-    return [plain.weight.grad.max().item(), whole.numel()]
+    assert plain.weight.grad.eq(1.0).all() and weight.gather().shape == (5, 5)
 
 
-def test_other_tensors_and_whole_parameters_may_be_given_to_collectives() -> None:
-    assert run_ranks(allowed, 2) == [[1.0, 25.0]] * 2
-
-
-def gradient_of_a_replica() -> str:
+@on_ranks(2)
+def test_a_replicated_gradient_that_was_summed_already_is_not_summed_again() -> None:
     block = Block(nn.Linear(4, 4), zero_level=0)
     block(torch.ones(2, 4)).sum().backward()
-    return error_of(lambda: dist.all_reduce(block.weight.grad))
-
-
-def test_a_replicated_gradient_that_was_summed_already_is_not_summed_again() -> None:
-    for text in run_ranks(gradient_of_a_replica, 2):
-        assert "bmt has summed it over the ranks" in text
+    with pytest.raises(ConfigError, match="bmt has summed it over the ranks"):
+        dist.all_reduce(block.weight.grad)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zero_models import full_gradient
+from zero_models import grads_of
 
-from bmt_core.errors import ConfigError
+from bmt_core import ConfigError
 from bmt_core.run.runtime import rank
-from bmt_testing import run_ranks
+from bmt_testing import on_ranks
 from bmt_zero import Block
 
 WIDTH = 6
@@ -44,38 +44,30 @@ class Layer(nn.Module):
         return out if self.ends_scripted else torch.tanh(out)
 
 
-def train(layers: nn.Module, ranks: list[int]) -> list[Any]:
-    """Train on batches of two shapes, each met several times: then the interpreter has optimized its scripts for both."""
-    optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
-    found: list[Any] = []
-    for step in range(5):
-        data = [torch.randn(2, 3 + step // 3, WIDTH, generator=torch.manual_seed(10 * step + of)) for of in ranks]
-        x = torch.cat(data).requires_grad_()
-        optimizer.zero_grad()
-        loss = layers(x).square().sum() / 100
-        loss.backward()
-        found += [x.grad, *(full_gradient(parameter) for parameter in layers.parameters())]
-        optimizer.step()
-    return found
+def data(step: int, length: int) -> list[torch.Tensor]:
+    """A batch for each of two ranks."""
+    return [torch.randn(2, length, WIDTH, generator=torch.manual_seed(10 * step + of_rank)) for of_rank in range(2)]
 
 
-def sharded(ends_scripted: bool, use_checkpoint: bool) -> list[Any]:
-    blocks = [Block(Layer(ends_scripted), use_checkpoint=use_checkpoint) for _ in range(2)]
-    return train(nn.Sequential(*blocks), [rank()])
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 @pytest.mark.parametrize("ends_scripted", [True, False])
 def test_training_equals_plain_torch_from_the_first_step(ends_scripted: bool, use_checkpoint: bool) -> None:
-    expected = train(nn.Sequential(Layer(ends_scripted), Layer(ends_scripted)), [0, 1])
-    by_rank = run_ranks(sharded, 2, ends_scripted, use_checkpoint)
-    inputs = len(expected) // 5
-    for position, value in enumerate(expected):
-        if position % inputs == 0:  # the gradient of the input: each rank has that of its batch
-            found = torch.cat([of_rank[position] for of_rank in by_rank])
-        else:
-            found = by_rank[0][position]
-        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
+    """With batches of two shapes, each met several times: then the interpreter has optimized its scripts for both."""
+    plain = nn.Sequential(Layer(ends_scripted), Layer(ends_scripted))
+    blocks = nn.Sequential(*[Block(Layer(ends_scripted), use_checkpoint=use_checkpoint) for _ in range(2)])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, blocks)]
+    for step in range(5):
+        batches = data(step, 3 + step // 3)
+        whole, own = torch.cat(batches).requires_grad_(), batches[rank()].requires_grad_()
+        for model, x, optimizer in zip((plain, blocks), (whole, own), optimizers, strict=True):
+            optimizer.zero_grad()
+            (model(x).square().sum() / 100).backward()
+        assert whole.grad is not None
+        torch.testing.assert_close(own.grad, whole.grad.chunk(2)[rank()], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(grads_of(blocks), grads_of(plain), rtol=1e-4, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def shared_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -109,35 +101,20 @@ class SharedLayer(nn.Module):
         return x + self.linear(self.norm(x, self.weight))
 
 
-def gradients_of(model: nn.Module, ranks: list[int]) -> dict[str, torch.Tensor]:
-    """The sum over three steps."""
-    for step in range(3):
-        data = [torch.randn(2, 3, WIDTH, generator=torch.manual_seed(10 * step + of)) for of in ranks]
-        (model(torch.cat(data).requires_grad_()).square().sum() / 100).backward()
-    return {name: full_gradient(p) if name.startswith("layer") else p.grad for name, p in model.named_parameters()}
-
-
-def with_shared_norm(ranks: list[int]) -> dict[str, torch.Tensor]:
-    assert torch._C._get_graph_executor_optimize()
-    return gradients_of(Shared(torch.jit.script(shared_norm), use_checkpoint=True), ranks)
-
-
+@on_ranks(2)
 def test_a_script_that_is_called_outside_of_blocks_too_trains() -> None:
-    expected = gradients_of(Shared(shared_norm), [0, 1])
     assert torch._C._get_graph_executor_optimize()
-    for found in run_ranks(with_shared_norm, 2, [0, 1]):
-        torch.testing.assert_close(
-            {name: value / 2 if name.startswith("layer") else value for name, value in found.items()}, expected
-        )
+    plain, model = Shared(shared_norm), Shared(torch.jit.script(shared_norm), use_checkpoint=True)
+    for step in range(3):
+        for each in (plain, model):
+            (each(torch.cat(data(step, 3)).requires_grad_()).square().sum() / 100).backward()
+    assert torch._C._get_graph_executor_optimize()
+    torch.testing.assert_close(grads_of(model.layer), grads_of(plain.layer, times=2))
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad)
 
 
-def wrapped_script() -> str:
-    layer = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(ConfigError) as caught:
-        Block(layer)
-    return str(caught.value)
-
-
+@on_ranks(1)
 def test_a_scripted_module_is_refused() -> None:
-    (message,) = run_ranks(wrapped_script, 1)
-    assert message.startswith("1 is a module of torch.jit.script, whose parameters cannot be sharded.")
+    layer = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=r"^1 is a module of torch\.jit\.script, whose parameters cannot be sharded"):
+        Block(layer)

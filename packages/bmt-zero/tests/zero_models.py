@@ -8,12 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from bmt_core.comm import all_gather_object
 from bmt_core.init.parameter_init import init_parameters
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_zero import Block, BMTrainModelWrapper
 
 BATCH = 4  # samples in the whole batch: divided over the ranks
+
+
+X = torch.ones(1, 2)
+
+
+def line(weight: float = 1.0) -> nn.Linear:
+    """A layer for ``X``: all its weights are ``weight``, and its bias is zero."""
+    layer = nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight.fill_(weight)
+        layer.bias.zero_()
+    return layer
 
 
 class Layer(nn.Module):
@@ -56,6 +69,20 @@ class Uses(nn.Module):
         return self.frozen(x) + self.read(self.latents).mean(0)
 
 
+class Auxiliary(nn.Module):
+    """Keeps a loss that its result does not tell of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line(3.0)
+        self.aux = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.aux = (self.linear.weight**2).sum() + y.square().sum()
+        return y
+
+
 class Model(nn.Module):
     def __init__(self, layers: int = 3, width: int = 7, hidden: int = 13, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -94,6 +121,17 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     if isinstance(parameter, DistributedParameter):
         return parameter.gather_like(parameter.grad).cpu().clone()
     return parameter.grad.cpu().clone()
+
+
+def grads_of(module: nn.Module, times: float = 1) -> dict[str, Any]:
+    """The whole gradients by name, multiplied: ranks that compute the same sum it up as often as there are ranks. Collective."""
+    grads = {name: full_gradient(parameter) for name, parameter in module.named_parameters()}
+    return {name: None if grad is None else times * grad for name, grad in grads.items()}
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """What each rank has given, on every rank."""
+    return all_gather_object(value, runtime.current().world)
 
 
 def train(
@@ -136,6 +174,7 @@ def plain(steps: int = 5, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
 def sharded(
     levels: Sequence[int], use_checkpoint: bool, steps: int = 5, *, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> dict[str, Any]:
+    torch.manual_seed(0)
     model = Model(dtype=dtype)
     for layer, level in zip(model.layers, levels, strict=True):
         Block(layer, use_checkpoint=use_checkpoint, zero_level=level)

@@ -1,0 +1,157 @@
+"""What fails in forward or backward leaves Blocks that train on, and nothing of the failed pass."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from zero_models import full_gradient, grads_of
+
+from bmt_core import DistributedParameter, RemoteError
+from bmt_core.run.runtime import current
+from bmt_testing import on_ranks
+from bmt_zero import Block, gathered_memory
+from bmt_zero.block_call import _EndOfPass
+
+
+class Failing(nn.Module):
+    """``fails`` in "forward", in "backward", or not."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.fails = "backward"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.fails == "forward":
+            raise ArithmeticError("on purpose")
+        if self.fails == "backward":
+            y.register_hook(fail)
+        return y
+
+
+def fail(grad: torch.Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+fails_on_purpose = functools.partial(pytest.raises, ArithmeticError, match="on purpose")
+
+
+def failing_blocks(level: int) -> Any:
+    return nn.Sequential(*[Block(Failing(), zero_level=level) for _ in range(2)])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_an_exception_leaves_the_block_usable_and_nothing_gathered(
+    where: str, level: int, use_checkpoint: bool
+) -> None:
+    block: Any = Block(Failing(4), use_checkpoint, level)
+    block.fails = where
+    x = torch.ones(2, 4, requires_grad=True)
+    with fails_on_purpose():
+        block(x).sum().backward()
+    assert all(isinstance(part, DistributedParameter) and part.dim() == 1 for part in block.parameters())
+    block.fails = "not"
+    block.zero_grad()
+    block(x).sum().backward()
+    assert torch.equal(grads_of(block)["linear.weight"], torch.full((4, 4), 4.0))
+    assert level < 2 or gathered_memory.current == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_failed_backward_leaves_no_gradients_behind(level: int) -> None:
+    first, second = blocks = failing_blocks(level)
+    second.fails = "not"
+    with fails_on_purpose():
+        blocks(torch.ones(1, 2)).sum().backward()
+    first.fails = "not"
+    blocks.zero_grad()
+    blocks(torch.ones(1, 2)).sum().backward()
+    assert grads_of(second)["linear.bias"].tolist() == [2.0, 2.0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", range(4))
+def test_a_graph_made_before_another_one_failed_has_its_own_gradients(level: int, dtype: torch.dtype) -> None:
+    first, last = blocks = failing_blocks(level).to(dtype)
+    losses = []
+    last.fails = "not"
+    for first.fails in ("backward", "not"):
+        losses.append(blocks(torch.ones(1, 2, dtype=dtype)).sum())
+    with fails_on_purpose():
+        losses[0].backward()
+    last.zero_grad()
+    losses[1].backward()
+    assert grads_of(last)["linear.bias"].tolist() == [2.0, 2.0]
+
+
+def check_that_zero_grad_clears_a_failed_pass(level: int) -> None:
+    """The second of two backward passes fails; then a thread lists the parameters, and the model clears them."""
+    first, second = model = failing_blocks(level)
+    x = torch.ones(1, 2, device=current().device)
+
+    def gradients() -> list[torch.Tensor | None]:
+        model(x).sum().backward()
+        return [full_gradient(parameter) for parameter in model.parameters()]
+
+    second.fails = "not"
+    with fails_on_purpose():
+        gradients()
+    model.zero_grad()
+    first.fails = "not"
+    expected = gradients()
+    first.fails = "backward"
+    with fails_on_purpose():
+        gradients()
+    thread = threading.Thread(target=lambda: list(model.parameters()))
+    thread.start()
+    thread.join()
+    assert first._bmt_block.state.run.calls_in_pass  # a thread must not end what another one may be running
+    model.zero_grad()
+    assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+    first.fails = "not"
+    torch.testing.assert_close(gradients(), expected, rtol=0, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", range(4))
+def test_a_model_clears_the_gradients_of_a_failed_backward_though_torch_frees_it_late(level: int) -> None:
+    with patch.object(_EndOfPass, "__del__", lambda _: None):  # as on GPUs, where another thread frees a failed pass
+        check_that_zero_grad_clears_a_failed_pass(level)
+
+
+@pytest.mark.gpu(2)
+@on_ranks(2, init={"device": "cuda"})
+@pytest.mark.parametrize("level", range(4))
+def test_on_gpus_a_model_clears_the_gradients_of_a_failed_backward(level: int) -> None:
+    check_that_zero_grad_clears_a_failed_pass(level)
+
+
+@on_ranks(1)
+def test_a_pass_that_fails_with_a_dead_rank_has_one_error() -> None:
+    """What the failed pass waits for fails, too; Python would print that as "Exception ignored in"."""
+    block, ignored = Block(Failing()), list[str]()
+
+    def wait_for_a_dead_rank() -> None:
+        raise RemoteError("Rank 1 has died.")
+
+    output = block(torch.ones(1, 2)).sum()
+    with (
+        patch.object(sys, "unraisablehook", lambda found: ignored.append(str(found.exc_value))),
+        patch.object(block._bmt_block.state.run, "end_failed_passes", wait_for_a_dead_rank),
+        fails_on_purpose(),
+    ):
+        output.backward()
+    assert ignored == []

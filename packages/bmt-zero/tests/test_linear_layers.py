@@ -1,0 +1,120 @@
+"""Linear layers, whose gradients bmt-zero computes itself: they are those of torch, and nothing is copied or computed twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from zero_models import grads_of
+
+from bmt_testing import on_ranks
+from bmt_zero import Block
+
+
+class Odd(nn.Module):
+    """Linear layers in the uses that are not the ordinary one."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.case = case
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, bias=case != "without bias")
+        if case == "tied":
+            self.second.weight = self.first.weight
+        if case == "frozen":
+            self.first.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.case == "hooked":
+            self.first.weight.register_hook(lambda grad: grad * 2)
+        h = nn.functional.relu_(self.first(x))
+        if self.case == "twice":
+            h = self.first(h)
+        if self.case == "vector":
+            h = h + self.first(h[0, 0])
+        h = self.second(h)
+        if self.case == "hooked late":
+            self.second.weight.register_hook(lambda grad: grad * 2)
+        if self.case == "penalty":
+            h = h + (self.first.weight**2).sum() + self.first.bias.sum()
+        return h
+
+
+CASES = ["twice", "tied", "frozen", "hooked", "hooked late", "penalty", "vector", "without bias"]
+# Plain torch's checkpoint calls a hook that forward registers twice.
+USES = [
+    (case, level, use_checkpoint)
+    for case in CASES
+    for level, use_checkpoint in ((3, False), (2, False), (3, True))
+    if not (case.startswith("hooked") and use_checkpoint)
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("case", "level", "use_checkpoint"), USES)
+def test_odd_uses_have_the_gradients_of_plain_torch(
+    case: str, level: int, use_checkpoint: bool, dtype: torch.dtype
+) -> None:
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    plain, block = Odd(case).to(dtype), Block(Odd(case).to(dtype), use_checkpoint, level)
+    of_inputs = []
+    for module in (plain, block):
+        for step in range(1 if case.startswith("hooked") else 2):  # gradients accumulate; a parameter keeps its hook
+            x = torch.linspace(-1, 2, 36, dtype=dtype).view(2, 3, 6).add_(step).requires_grad_()
+            module(x).square().mean().backward()
+        of_inputs.append(x.grad)
+    torch.testing.assert_close(of_inputs[1], of_inputs[0], **tolerance)
+    torch.testing.assert_close(grads_of(block), grads_of(plain, times=2), **tolerance)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers with a bias, which backward has none of."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ == "addmm"
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("level", range(4))
+def test_the_last_product_of_a_block_is_not_recomputed(level: int) -> None:
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)]
+    loss = Block(nn.Sequential(*layers), True, level)(torch.ones(2, 4)).sum()
+    with Products() as products:
+        loss.backward()
+    assert products.count == 2
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that copies, casts and concatenations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("copy_", "_to_copy", "cat", "clone", "_foreach_copy_", "_foreach_add_"):
+            written = args[0] if name.startswith("_foreach") else [result]
+            self.elements += [tensor.numel() for tensor in written]
+        return result
+
+
+@on_ranks(4)  # so that a shard, which is copied too, is smaller than a weight
+@pytest.mark.parametrize("bias", [True, False])
+def test_weights_and_gradients_are_not_copied(bias: bool) -> None:
+    block = Block(nn.Sequential(nn.Linear(64, 64, bias=bias), nn.Tanh(), nn.Linear(64, 64, bias=bias)))
+    for _ in range(3):
+        with Copies() as copies:
+            block(torch.ones(2, 64)).sum().backward()
+        block.zero_grad()
+    of_all_gradients = [count for count in copies.elements if count >= 2 * 64 * 64]
+    assert len(of_all_gradients) == 1  # which gloo reduces
+    assert max(count for count in copies.elements if count not in of_all_gradients) < 64 * 64
