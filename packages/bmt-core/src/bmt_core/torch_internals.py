@@ -7,8 +7,8 @@ Functions that are called once per block and pass are torch's own objects, witho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType
 from typing import Any, TypeVar
@@ -187,6 +187,20 @@ def unregister_foreach_type(kind: type[torch.Tensor]) -> None:
 
 def _foreach_types() -> list[list[Any]]:
     return [torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types]
+
+
+@contextmanager
+def without_optimizer_hooks() -> Iterator[None]:
+    """Call no hooks that were registered for the steps of all optimizers inside."""
+    hooks = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    kept = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in zip(hooks, kept, strict=True):
+            registered.update(before)
 
 
 def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:

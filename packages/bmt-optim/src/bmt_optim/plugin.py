@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from bmt_core.plugins.hookspecs import hookimpl
-from bmt_optim.adam.adamw import AdamW
-from bmt_optim.adam.optimizer import AdamOptimizer
-from bmt_optim.offload.optimizer import AdamOffloadOptimizer
+from bmt_optim.by_name import OWN_OPTIMIZERS
 
 
 @hookimpl
 def bmt_optimizers() -> Sequence[type[torch.optim.Optimizer]]:
     """The optimizers that ``optim.create`` finds by name."""
-    return [AdamOptimizer, AdamW, AdamOffloadOptimizer]
+    return OWN_OPTIMIZERS

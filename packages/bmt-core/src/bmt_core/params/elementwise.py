@@ -2,88 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bmt_core.errors import ConfigError
+from bmt_core.params.optimizer_kind import OptimizerKind, kinds_of_groups
 from bmt_core.params.parameter import DistributedParameter
-from bmt_core.run.runtime import Runtime
+from bmt_core.run.runtime import Runtime, rank
+from bmt_core.user_warnings import warn_user
 
-# By the ends of names of classes in lower case: many packages offer the same algorithm, as FusedLAMB or DistributedMuon, say.
-_QUANTISES = "it quantises its state in blocks, which would be others than those of the whole parameter"
-_REASONS_OF_VALUES = {
-    "8bit": _QUANTISES,
-    "4bit": _QUANTISES,
-    "fp8": _QUANTISES,
-    "lamb": "it compares norms of whole parameters",
-    "lars": "it compares norms of whole parameters",
-    "lbfgs": "it takes dot products over whole parameters",
-}
-_REASONS_OF_SHAPE = {
-    "adafactor": "it keeps the second moment by rows and columns of whole parameters",
-    "muon": "it makes whole matrices orthogonal",
-    "shampoo": "it multiplies whole matrices",
-    "soap": "it multiplies whole matrices",
-}
+_steppable: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # and how many parameters they had when they were checked
+_warned_of: WeakSet[Any] = WeakSet()
 
 
 def check_steps(runtime: Runtime) -> None:
     """Check the optimizer before every step until shutdown, also in a loop without a manager."""
-    hook = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _check_step(optimizer))
+    hook = register_optimizer_step_pre_hook(_check_step)
     runtime.at_shutdown.append(hook.remove)
 
 
-def check_elementwise(optimizer: Any) -> None:
-    """Raise :class:`ConfigError` if ``optimizer`` has distributed parameters and cannot train slices of them.
+def check_elementwise(optimizer: Any, *, has_closure: bool = False) -> None:
+    """Raise :class:`ConfigError` if ``optimizer`` would train another model on what this rank has of its parameters.
 
-    The attribute ``bmt_elementwise`` of the optimizer or its class says whether it can. Without it, optimizers that are known to
-    need whole parameters are refused, and all others count as elementwise.
+    What an optimizer needs is declared, or found out when it is first seen with distributed parameters: see
+    :func:`kinds_of_groups`. One that needs whole tensors may have them where each rank has every value, in 1-D if that does not
+    matter to it. If nothing can be found out, a warning says so, once.
     """
-    reason = _reason_of_shape(optimizer) or _reason_of_values(optimizer)
-    if reason is not None and _distributed(optimizer):
-        raise _refusal(optimizer, reason)
-
-
-def _check_step(optimizer: Any) -> None:
-    """Raise :class:`ConfigError` only if this step would go wrong: a rank may have every value, as at level 0, but flat."""
-    of_shape, of_values = _reason_of_shape(optimizer), _reason_of_values(optimizer)
-    if of_shape is None and of_values is None:
+    groups = [[p for p in group["params"] if isinstance(p, DistributedParameter)] for group in optimizer.param_groups]
+    distributed = [p for group in groups for p in group]
+    if not distributed:
         return
-    for p in _distributed(optimizer):
-        reason = of_shape or of_values if p.is_part else of_shape if p.shape != p.whole_shape else None
-        if reason is not None:
-            raise _refusal(optimizer, reason)
+    kinds = kinds_of_groups(optimizer, has_closure=has_closure)
+    for kind, own, group in zip(kinds, groups, optimizer.param_groups, strict=True):
+        # Stages of a pipeline have other parameters in a group: where it is empty, they are judged by those of other groups.
+        if not _can_train(kind, own or ([] if group["params"] else distributed)):
+            raise _refusal(optimizer, kind)
+        if kind.needs == "unknown" and optimizer not in _warned_of:
+            _warn(optimizer, kind)
+    if all(kind.needs in ("elements", "unknown") for kind in kinds):
+        _steppable[optimizer] = _number_of_parameters(optimizer)
 
 
-def _reason_of_shape(optimizer: Any) -> str | None:
-    """Return why ``optimizer`` needs the shapes of whole parameters."""
-    declared = getattr(optimizer, "bmt_elementwise", None)
-    if declared is not None:
-        return None if declared else "it says bmt_elementwise = False"
-    return _reason_of_name(optimizer, _REASONS_OF_SHAPE)
+def _check_step(optimizer: Any, args: Sequence[Any], kwargs: Any) -> None:
+    if _steppable.get(optimizer) != _number_of_parameters(optimizer):
+        check_elementwise(optimizer, has_closure=bool(args or kwargs.get("closure")))
+    if optimizer not in _steppable:
+        return
+    for kind, group in zip(kinds_of_groups(optimizer), optimizer.param_groups, strict=True):
+        if kind.fails_on_empty:  # as without a gradient, in which there is nothing
+            for p in group["params"]:
+                if not p.numel():
+                    p.grad = None
 
 
-def _reason_of_values(optimizer: Any) -> str | None:
-    """Return why ``optimizer`` needs all values of a parameter on one rank, in any shape."""
-    if getattr(optimizer, "bmt_elementwise", None) is not None:
-        return None
-    return _reason_of_name(optimizer, _REASONS_OF_VALUES)
+def _number_of_parameters(optimizer: Any) -> int:
+    return sum([len(group["params"]) for group in optimizer.param_groups])
 
 
-def _reason_of_name(optimizer: Any, reasons: Mapping[str, str]) -> str | None:
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return next((reason for name in names for end, reason in reasons.items() if name.endswith(end)), None)
+def _can_train(kind: OptimizerKind, parameters: Sequence[DistributedParameter]) -> bool:
+    if kind.needs in ("elements", "unknown"):
+        return True
+    return not any(p.is_part or (kind.needs_shape and p.shape != p.whole_shape) for p in parameters)
 
 
-def _distributed(optimizer: Any) -> list[DistributedParameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DistributedParameter)]
-
-
-def _refusal(optimizer: Any, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{type(optimizer).__name__} cannot train sharded parameters, of which each rank has a 1-D slice: {reason}."
-        " Use an elementwise optimizer (AdamOptimizer, say), or keep these parameters out of Blocks and wrappers. If this"
-        " optimizer does see whole parameters (DistributedParameter.gather), say bmt_elementwise = True in its class."
+def _refusal(optimizer: Any, kind: OptimizerKind) -> ConfigError:
+    name = type(optimizer).__name__
+    remedy = (
+        "Take another optimizer"
+        if kind.needs == "all tensors"
+        else f"Have it step whole tensors: bmt.optim.whole({name}, …), or OptimManager.add_optimizer(optimizer, whole=True). Or take"
+        " an elementwise optimizer"
     )
+    return ConfigError(
+        f"{name} cannot train sharded parameters, of which each rank has a 1-D slice: {kind.reason}. {remedy} (AdamW, say), or keep"
+        " these parameters out of Blocks and wrappers. If this optimizer does see whole parameters (DistributedParameter.gather),"
+        " say bmt_elementwise = True in its class or in its parameter groups."
+    )
+
+
+def _warn(optimizer: Any, kind: OptimizerKind) -> None:
+    _warned_of.add(optimizer)
+    if rank() == 0:
+        warn_user(
+            f"{type(optimizer).__name__} trains sharded parameters, of which each rank has a 1-D slice, and whether it trains them as"
+            f" it would train whole ones could not be found out: {kind.reason}. Say bmt_elementwise = True, or False, in its class"
+            " or in its parameter groups. This is said once."
+        )

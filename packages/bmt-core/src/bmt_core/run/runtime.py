@@ -234,6 +234,7 @@ def init_distributed(
         sizes = grid_sizes(axes, launch.world_size)
         backend_class = _choose_backend(settings, registry)
         kernels = choose_kernels(registry.kernel_providers, chosen)
+        _ = registry.optimizers  # wrong offers stop the start here, and not a later create()
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     same_data = [axis.name for axis in axes if not axis.shards_data]

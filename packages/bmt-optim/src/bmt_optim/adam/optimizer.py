@@ -81,6 +81,7 @@ class AdamOptimizer(torch.optim.Optimizer, ManagedOptimizer):
 
     name: ClassVar[str] = "adam"
     skips_on_device = True
+    bmt_elementwise = True
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
     _has_warned_of_l2 = False
 
