@@ -118,7 +118,8 @@ class DirectorySave:
         """Write ``parts``, file after file; put what each adds to the CRC-32 of its tensor into ``crc_of``."""
 
         def file_of(part: OwnPart) -> int:
-            return self._offsets[part.name][0]
+            number: int = self._offsets[part.name][0]
+            return number
 
         def order(part: OwnPart) -> tuple[int, int]:
             number, offset = self._offsets[part.name]

@@ -192,7 +192,7 @@ def _foreach_types() -> list[list[Any]]:
 @contextmanager
 def without_optimizer_hooks() -> Iterator[None]:
     """Call no hooks that were registered for the steps of all optimizers inside."""
-    hooks = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    hooks: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     kept = [dict(registered) for registered in hooks]
     for registered in hooks:
         registered.clear()
