@@ -270,7 +270,7 @@ runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 
 
 @pytest.mark.ranks(2)
-def test_train_py_under_torchrun_goes_on_after_a_rank_was_killed_and_ends_with_the_line_that_tells_all(
+def test_train_py_under_torchrun_goes_on_after_a_rank_was_killed_and_ends_with_the_last_line(
     tmp_path: Path,
 ) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]

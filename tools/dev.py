@@ -29,7 +29,7 @@ Command = list[str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand and return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("setup", help="make .venv, or bring it up to date")
     train = commands.add_parser("train", help="train the example GPT; further options go to examples/gpt/train.py")

@@ -52,7 +52,7 @@ for error in missing.values():
 def main(arguments: Sequence[str] | None = None) -> int:
     """Test the packages that are named, or all, and return the exit status."""
     known = {directory.name: directory for directory in dev.package_directories()}
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PKG", help=f"any of {', '.join(known)} (default: all)")
     oldest_help = "with the oldest versions that the packages declare, for building and for running, torch left out"
     parser.add_argument("--oldest", action="store_true", help=oldest_help)

@@ -1,7 +1,9 @@
 """Fine-tune a causal language model of Hugging Face with LoRA, sharded over all ranks; evaluate it, let it write, export it.
 
-torchrun --nproc_per_node=2 finetune.py                                    # a tiny model with random weights, no network
-torchrun --nproc_per_node=8 finetune.py --model Qwen/Qwen3-8B --dtype bfloat16 # a real one, by name or directory
+# A tiny model with random weights, without a network:
+torchrun --nproc_per_node=2 finetune.py
+# A real one, by name or directory:
+torchrun --nproc_per_node=8 finetune.py --model Qwen/Qwen3-8B --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ def evaluate(model: Any, held_out: torch.Tensor, options: argparse.Namespace) ->
 
 def parser() -> argparse.ArgumentParser:
     """Return the options."""
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    made = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     made.add_argument(
         "--model", help="name on the Hugging Face hub, or directory (default: a tiny one with random weights)"
     )

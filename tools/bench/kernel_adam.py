@@ -36,7 +36,11 @@ def adam_cases(
         Case("torch fused AdamW, float32", _torch_adam(elements, device), _PLAIN * elements, is_peer=True),
         Case("bmt, float32", _step(kernels, elements, device, torch.float32, None), _PLAIN * elements),
         Case("bmt, bf16, float32 master", _step(kernels, elements, device, bf16, torch.float32), _MASTER * elements),
-        Case("bmt, fp16, float32 master", _step(kernels, elements, device, torch.float16, torch.float32), _MASTER * elements),
+        Case(
+            "bmt, fp16, float32 master",
+            _step(kernels, elements, device, torch.float16, torch.float32),
+            _MASTER * elements,
+        ),
         Case("bmt, bf16, 16-bit remainder", _step(kernels, elements, device, bf16, torch.int16), _REMAINDER * elements),
         Case("reference, bf16, float32 master", _step(REFERENCE, elements, device, bf16, torch.float32), _MASTER * elements),
     ]

@@ -208,7 +208,7 @@ def calls_seen() -> list[str]:
     return seen
 
 
-def test_a_check_sees_the_tensors_of_every_function_of_torch_distributed_until_it_is_taken_out() -> None:
+def test_a_check_sees_the_tensors_of_all_functions_of_torch_distributed_until_taken_out() -> None:
     assert run_ranks(calls_seen, 2) == [list(CALLS)] * 2
 
 
