@@ -9,7 +9,7 @@ from pathlib import Path
 from bmtrain._table import OLD_PATHS, TABLE
 
 PACKAGES = Path(__file__).parents[1] / "packages"
-LARGEST = 12_000
+LARGEST = 14_000
 """Lines of the core. When it shrinks, so does this number; what makes it grow should have a reason."""
 
 START_UP = {
