@@ -10,7 +10,7 @@ import pytest
 import torch
 from compile_models import WIDTH, CompiledGpt, Layer, Training, from_new, gpt, graphs, result
 
-from bmt_testing import gpu_ranks, run_ranks
+from bmt_testing import gpu_ranks, on_ranks, run_ranks
 from bmt_zero import Block
 
 STEPS = 3
@@ -65,8 +65,10 @@ def test_on_gpus_compiled_blocks_train_like_plain_torch(recomputes: bool) -> Non
     assert compare(size, 4, recomputes, device="cuda") == [[1] * 4] * size
 
 
-def counted(recomputes: bool) -> list[list[int]]:
-    """For each level, how many graphs there are after steps, calls without gradients, and steps with other lengths."""
+@on_ranks(2, timeout=120)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_ten_blocks_of_any_level_are_compiled_once(recomputes: bool) -> None:
+    """Once more for calls without gradients, and once for lengths that vary."""
     found = []
     with from_new("eager") as kind:
         for level in range(4):
@@ -78,25 +80,14 @@ def counted(recomputes: bool) -> list[list[int]]:
             for call in calls:
                 call()
                 found[-1].append(graphs())
-    return found
+    assert found == [[1, 1, 1, 2, 2, 2, 3, 3], *[[3] * 8] * 3]
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_ten_blocks_of_any_level_are_compiled_once(recomputes: bool) -> None:
-    # Once more for calls without gradients, and once for lengths that vary.
-    for found in run_ranks(counted, 2, recomputes, timeout=120):
-        assert found == [[1, 1, 1, 2, 2, 2, 3, 3], *[[3] * 8] * 3]
-
-
-def graphs_of_kinds(kinds: int, recomputes: bool) -> int:
-    """How many graphs there are after a step of a block of each of as many classes."""
-    with from_new("eager", limit=2):
-        for number in range(kinds):
-            kind = type(f"Layer{number}", (Layer,), {})
-            Block(kind(WIDTH), recomputes, compile=True)(torch.ones(2, 8, WIDTH)).sum().backward()
-        return graphs()
-
-
+@on_ranks(1, timeout=120)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_each_of_many_classes_is_compiled(recomputes: bool) -> None:
-    assert run_ranks(graphs_of_kinds, 1, 4, recomputes, timeout=120) == [4]
+    with from_new("eager", limit=2):
+        for number in range(4):
+            kind = type(f"Layer{number}", (Layer,), {})
+            Block(kind(WIDTH), recomputes, compile=True)(torch.ones(2, 8, WIDTH)).sum().backward()
+        assert graphs() == 4

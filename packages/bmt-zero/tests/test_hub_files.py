@@ -36,8 +36,8 @@ from transformers import (
 )
 
 from bmt_checkpoint import hub_names, load, load_checkpoint, save, save_checkpoint, wait_for_saves
-from bmt_core.errors import CheckpointError
-from bmt_testing import run_ranks
+from bmt_core import CheckpointError, rank, synchronize
+from bmt_testing import on_ranks, run_ranks
 from bmt_zero import BMTrainModelWrapper
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -140,40 +140,34 @@ def test_a_model_of_our_own_is_saved_as_transformers_saves_it_with_its_tokenizer
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def loaded_as_base(folder: str) -> dict[str, torch.Tensor]:
+@on_ranks(2)
+def test_a_file_of_the_model_without_its_head_and_with_old_buffers_fits(tmp_path: Path) -> None:
+    plain: Any = built("gpt2")
+    if rank() == 0:
+        base = GPT2Model(GPT2Config(**plain.config.to_diff_dict()))
+        base.load_state_dict(plain.transformer.state_dict())
+        old = {f"h.{layer}.attn.bias": torch.ones(1, 1, 16, 16) for layer in range(2)}
+        torch.save({**base.state_dict(), **old}, tmp_path / "pytorch_model.bin")
+    synchronize()
     with torch.device("meta"):
         model = built("gpt2")
     BMTrainModelWrapper(model, init=False)
-    load(model, folder)
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    load(model, str(tmp_path))
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-def test_a_file_of_the_model_without_its_head_and_with_old_buffers_fits(tmp_path: Path) -> None:
-    model: Any = built("gpt2")
-    base = GPT2Model(GPT2Config(**model.config.to_diff_dict()))
-    base.load_state_dict(model.transformer.state_dict())
-    old = {f"h.{layer}.attn.bias": torch.ones(1, 1, 16, 16) for layer in range(2)}
-    torch.save({**base.state_dict(), **old}, tmp_path / "pytorch_model.bin")
-    for state in run_ranks(loaded_as_base, 2, str(tmp_path)):
-        torch.testing.assert_close(state, dict(model.state_dict()), rtol=0, atol=0)
-
-
-def spoilt(folder: str) -> str:
-    model = on_meta("mixtral")
-    with pytest.raises(CheckpointError) as raised:
-        load(model, folder)
-    return str(raised.value)
-
-
+@on_ranks(2)
 def test_a_missing_expert_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
-    model = made("mixtral")
-    model.save_pretrained(tmp_path / "hub")
-    tensors = tensors_in(tmp_path / "hub")
-    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
-    torch.save(tensors, tmp_path / "model.pt")
-    for text in run_ranks(spoilt, 2, str(tmp_path / "model.pt")):
-        assert "model.layers.1.mlp.experts.down_proj: the file has shape (11, 16, 24), the model (12, 16, 24)" in text
-        assert "nothing was loaded" in text
+    if rank() == 0:
+        made("mixtral").save_pretrained(tmp_path / "hub")
+        tensors = tensors_in(tmp_path / "hub")
+        del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+        torch.save(tensors, tmp_path / "model.pt")
+    synchronize()
+    with pytest.raises(CheckpointError, match="nothing was loaded") as caught:
+        load(on_meta("mixtral"), str(tmp_path / "model.pt"))
+    expected = "model.layers.1.mlp.experts.down_proj: the file has shape (11, 16, 24), the model (12, 16, 24)"
+    assert expected in str(caught.value)
 
 
 def test_two_versions_in_one_file_are_refused(tmp_path: Path) -> None:
@@ -190,29 +184,29 @@ def test_a_tokenizer_needs_a_directory(tmp_path: Path) -> None:
         save(nn.Linear(2, 2), tmp_path / "model.pt", tokenizer=object())
 
 
-def round_trips(folder: str) -> list[bool]:
-    """Whether a file in the model's names and a checkpoint of a training come back, of a model that the hub names otherwise."""
+@on_ranks(2)
+def test_files_and_checkpoints_keep_the_names_of_the_model(tmp_path: Path) -> None:
+    """A model that the hub names otherwise comes back from both."""
     model = BMTrainModelWrapper(made("mixtral"))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    save(model, f"{folder}/model.pt")
-    save_checkpoint(f"{folder}/run", model)
-    found = []
-    for load_it in (lambda m: load(m, f"{folder}/model.pt"), lambda m: load_checkpoint(f"{folder}/run", m)):
-        fresh = on_meta("mixtral")
-        load_it(fresh)
-        found.append(all(torch.equal(value, expected[name]) for name, value in fresh.state_dict().items()))
-    return found
+    save(model, str(tmp_path / "model.pt"))
+    save_checkpoint(str(tmp_path / "run"), model)
+    from_file, from_checkpoint = on_meta("mixtral"), on_meta("mixtral")
+    load(from_file, str(tmp_path / "model.pt"))
+    load_checkpoint(str(tmp_path / "run"), from_checkpoint)
+    for fresh in (from_file, from_checkpoint):
+        torch.testing.assert_close(dict(fresh.state_dict()), expected, rtol=0, atol=0)
+    assert torch.load(tmp_path / "model.pt").keys() == expected.keys()
+    assert tensors_in(tmp_path / "run" / "step-0" / "model").keys() == expected.keys()
 
 
-def test_files_and_checkpoints_keep_the_names_of_the_model(tmp_path: Path) -> None:
-    assert run_ranks(round_trips, 2, str(tmp_path)) == [[True, True]] * 2
-    assert torch.load(tmp_path / "model.pt").keys() == made("mixtral").state_dict().keys()
-    assert tensors_in(tmp_path / "run" / "step-0" / "model").keys() == made("mixtral").state_dict().keys()
-
-
-def groups_converted_here(folder: str) -> int:
+@on_ranks(2)
+def test_ranks_share_the_conversion_of_a_save(tmp_path: Path) -> None:
+    if rank() == 0:
+        made("olmoe").save_pretrained(tmp_path / "hub")
+    synchronize()
     model = on_meta("olmoe")
-    load(model, f"{folder}/hub")
+    load(model, str(tmp_path / "hub"))
     converted = []
     original = hub_names.Group.convert
 
@@ -222,10 +216,5 @@ def groups_converted_here(folder: str) -> int:
         return original(self, model, tensors)
 
     with mock.patch.object(hub_names.Group, "convert", convert):
-        save(model, f"{folder}/saved/")
-    return len(converted)
-
-
-def test_ranks_share_the_conversion_of_a_save(tmp_path: Path) -> None:
-    made("olmoe").save_pretrained(tmp_path / "hub")
-    assert run_ranks(groups_converted_here, 2, str(tmp_path)) == [2, 2]  # of two layers with two groups each
+        save(model, f"{tmp_path}/saved/")
+    assert len(converted) == 2  # of two layers with two groups each
