@@ -35,17 +35,20 @@ PACKAGES = {
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SGD = ("torch.optim", "SGD")
+_SHARP = ("SAM", "WSAM", "GSAM", "LookSAM", "FriendlySAM")
+_WRAPPERS = ("Lookahead", "OrthoGrad", "TRAC", "PCGrad", "ScheduleFreeWrapper")
+_MUONS = ("AdaGO", "AdaMuon", "DistributedMuon", "MuonClip", "NorMuon")
+_OF_MODELS = ("AdamMini", "LOMO", "AdaLOMO")
+_WITH_RATE = ("LARS", "SGD", "LARS32bit", "LARS8bit", "SGD32bit", "SGD8bit")
 OPTIONS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("SAM", "WSAM", "GSAM", "LookSAM", "FriendlySAM"), {"base_optimizer": SGD, "lr": 0.01}),
-    **dict.fromkeys(("Lookahead", "OrthoGrad", "TRAC", "PCGrad", "ScheduleFreeWrapper"), {"inner": True}),
-    **dict.fromkeys(("AdaGO", "AdaMuon", "DistributedMuon", "MuonClip", "NorMuon"), {"matrices": "use_muon"}),
-    **dict.fromkeys(("AdamMini", "LOMO", "AdaLOMO"), {"model": True, "lr": 0.001}),
+    **{name: {"base_optimizer": SGD, "lr": 0.01} for name in _SHARP},
+    **{name: {"inner": True} for name in _WRAPPERS},
+    **{name: {"matrices": "use_muon"} for name in _MUONS},
+    **{name: {"model": True, "lr": 0.001} for name in _OF_MODELS},
+    **{name: {"lr": 0.01, "momentum": 0.9} for name in _WITH_RATE},
     "LBFGS": {"lr": 0.05, "max_iter": 3},
     "BSAM": {"num_data": 32},
     "Ranger21": {"num_iterations": 12},
-    "LARS": {"lr": 0.01},
-    "SGD": {"lr": 0.01, "momentum": 0.9},
-    **dict.fromkeys(("LARS32bit", "LARS8bit", "SGD32bit", "SGD8bit"), {"lr": 0.01, "momentum": 0.9}),
 }
 
 
@@ -105,11 +108,16 @@ def main() -> int:
             continue
         found = [on_ranks(kind, options, number, arguments.dtype, arguments.level, arguments.tp) for number in ranks]
         kinds[found[-1].needs or "not known"] += 1
-        worst = next((r for r in ("wrong", "raises", "warned", "refused", "fails") if any(f.result == r for f in found)), "right")
+        worst = next(
+            (r for r in ("wrong", "raises", "warned", "refused", "fails") if any(f.result == r for f in found)), "right"
+        )
         counts[worst] += 1
         results = " | ".join(each.result.upper() if each.result == "wrong" else each.result for each in found)
         detail = " ".join(found[-1].detail.split()).replace("|", "/")[:160]
-        print(f"| {kind.replace(':', '.')} | {found[-1].needs} | {results} | {found[-1].milliseconds:.0f} | {detail} |", flush=True)
+        print(
+            f"| {kind.replace(':', '.')} | {found[-1].needs} | {results} | {found[-1].milliseconds:.0f} | {detail} |",
+            flush=True,
+        )
     print(f"\n{dict(kinds)}\n{dict(counts)}")
     return 1 if counts["wrong"] else 0
 

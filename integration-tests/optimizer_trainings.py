@@ -21,7 +21,11 @@ from bmt_tp import ColumnParallelLinear, RowParallelLinear
 from bmt_zero import Block
 
 STEPS = 12
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 3e-2}  # of the way of the parameter that went farthest
+TOLERANCE = {
+    torch.float64: 1e-7,
+    torch.float32: 1e-3,
+    torch.bfloat16: 3e-2,
+}  # of the way of the parameter that went farthest
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -62,7 +66,9 @@ class _Dense(nn.Module):
         return out
 
 
-def _model(dtype: torch.dtype, first: Callable[[torch.dtype], nn.Module], wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+def _model(
+    dtype: torch.dtype, first: Callable[[torch.dtype], nn.Module], wrap: Callable[[nn.Module], nn.Module]
+) -> nn.Module:
     head = nn.Sequential(nn.LayerNorm(40, dtype=dtype), nn.Linear(40, 8, dtype=dtype))
     return nn.Sequential(wrap(first(dtype)), wrap(head))
 
@@ -162,7 +168,10 @@ def outcome_of(kind: str, options: dict[str, Any], dtype: torch.dtype, level: in
         elif "matrices" in extra:
             shape = [getattr(p, "whole_shape", p.shape) for p in params]
             groups = [
-                {"params": [p for p, s in zip(params, shape, strict=True) if (len(s) == 2) is is_matrix], extra["matrices"]: is_matrix}
+                {
+                    "params": [p for p, s in zip(params, shape, strict=True) if (len(s) == 2) is is_matrix],
+                    extra["matrices"]: is_matrix,
+                }
                 for is_matrix in (True, False)
             ]
             made = cls(groups, **_without(extra, "matrices"))
@@ -207,4 +216,6 @@ def _without(options: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _resolved(value: Any) -> Any:
     """Classes stand in options as (module, name)."""
-    return getattr(importlib.import_module(value[0]), value[1]) if isinstance(value, tuple) and len(value) == 2 else value
+    return (
+        getattr(importlib.import_module(value[0]), value[1]) if isinstance(value, tuple) and len(value) == 2 else value
+    )

@@ -398,7 +398,14 @@ def test_plugin_that_exits_when_imported_is_named_on_every_rank(distribution: An
 
 
 @pytest.mark.parametrize(
-    "signature", ["bmt_mesh_axes(config)", "bmt_kernel_providers()", "bmt_comm_backends()", "bmt_run_started(runtime)"]
+    "signature",
+    [
+        "bmt_mesh_axes(config)",
+        "bmt_kernel_providers()",
+        "bmt_comm_backends()",
+        "bmt_optimizers()",
+        "bmt_run_started(runtime)",
+    ],
 )
 def test_plugin_that_exits_in_a_hook_is_named_on_every_rank(distribution: Any, signature: str) -> None:
     path = distribution("bmt-exiting", EXITS_IN_HOOK.format(signature=signature, code=3))
@@ -416,7 +423,7 @@ def test_doubled_backend_is_one_error_on_every_rank(distribution: Any) -> None:
 
 def test_doubled_optimizer_is_one_error_on_every_rank(distribution: Any) -> None:
     path = distribution("other-lion", OTHER_LION)
-    outcomes = outcomes_of_start(paths=[path, path], optimizer="lion")
+    outcomes = outcomes_of_start(paths=[path, path])
     assert_same(outcomes, PluginError, "'lion' is offered twice", "bmt-lion 1.0.0", "other-lion 1.0")
 
 

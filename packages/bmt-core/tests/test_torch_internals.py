@@ -26,7 +26,7 @@ PRIVATE = re.compile(
     r"torch\._C\.|torch\._(?!foreach_|_)\w+|\._cdata|_execution_engine|_backward_hooks"
     r"|_make_subclass|_foreach_supported_types|TensorBase|CURRENT_DEVICE|_grad_hooks"
     r"|_is_profiler_enabled|_load_state_dict_(?:pre|post)_hooks|\._state_dict_(?:pre_)?hooks"
-    r"|_non_persistent_buffers_set|_IncompatibleKeys|\._base\b|optimized_execution|\.__code__"
+    r"|_non_persistent_buffers_set|_global_optimizer_|_IncompatibleKeys|\._base\b|optimized_execution|\.__code__"
 )
 
 
@@ -264,6 +264,28 @@ def test_registered_types_take_the_foreach_path() -> None:
     assert _foreach_supported_types == [*before, Own]
     internals.unregister_foreach_type(Own)
     assert _foreach_supported_types == before
+
+
+def test_hooks_of_all_optimizers_are_called_outside_only_also_while_one_runs() -> None:
+    calls: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+    def before(*arguments: Any) -> None:
+        calls.append("before")
+        with internals.without_optimizer_hooks():
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+
+    handles = [
+        torch.optim.optimizer.register_optimizer_step_pre_hook(before),
+        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *arguments: calls.append("after")),
+    ]
+    try:
+        optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    optimizer.step()
+    assert calls == ["before", "after"]
 
 
 def test_a_function_that_is_never_compiled_runs_as_it_is() -> None:

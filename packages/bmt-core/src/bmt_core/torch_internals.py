@@ -7,6 +7,7 @@ Functions that are called once per block and pass are torch's own objects, witho
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -192,15 +193,14 @@ def _foreach_types() -> list[list[Any]]:
 @contextmanager
 def without_optimizer_hooks() -> Iterator[None]:
     """Call no hooks that were registered for the steps of all optimizers inside."""
-    hooks: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    kept = [dict(registered) for registered in hooks]
-    for registered in hooks:
-        registered.clear()
+    # Others in their place, and not emptied: a step that goes on may be calling them.
+    before = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    torch_optimizer._global_optimizer_pre_hooks = OrderedDict()
+    torch_optimizer._global_optimizer_post_hooks = OrderedDict()
     try:
         yield
     finally:
-        for registered, before in zip(hooks, kept, strict=True):
-            registered.update(before)
+        torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks = before
 
 
 def before_clipping(check: Callable[[Any], None]) -> Callable[[], None]:

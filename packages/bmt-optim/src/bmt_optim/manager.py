@@ -207,7 +207,7 @@ class OptimManager:
         An optimizer with ``step(scale=1)`` is given the loss scale; for any other the gradients are divided by it, in place and
         in their own dtype, before its ``step``: see :func:`bmt_optim.managed_optimizer.managed`. One that has
         ``_on_justify_scale(old_scale, new_scale)``, as some written for BMTrain, is told when the loss scale changes. One that
-        needs whole parameters is refused with :class:`ConfigError` if it has sharded ones: see
+        needs whole parameters is refused with :class:`ConfigError` if this rank has parts of them: see
         :mod:`bmt_core.params.elementwise`. So is a scheduler whose ``step`` needs arguments, such as ``ReduceLROnPlateau``, and so
         are groups with and without weight decay that were chosen by ``p.ndim``: see :func:`param_groups`.
 

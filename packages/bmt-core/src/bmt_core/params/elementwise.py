@@ -73,8 +73,8 @@ def _refusal(optimizer: Any, kind: OptimizerKind) -> ConfigError:
     remedy = (
         "Take another optimizer"
         if kind.needs == "all tensors"
-        else f"Have it step whole tensors: bmt.optim.whole({name}, …), or OptimManager.add_optimizer(optimizer, whole=True). Or take"
-        " an elementwise optimizer"
+        else f"Have it step whole tensors: bmt.optim.whole({name}, …), or OptimManager.add_optimizer(optimizer, whole=True). Or"
+        " take an elementwise optimizer"
     )
     return ConfigError(
         f"{name} cannot train sharded parameters, of which each rank has a 1-D slice: {kind.reason}. {remedy} (AdamW, say), or keep"
@@ -87,7 +87,7 @@ def _warn(optimizer: Any, kind: OptimizerKind) -> None:
     _warned_of.add(optimizer)
     if rank() == 0:
         warn_user(
-            f"{type(optimizer).__name__} trains sharded parameters, of which each rank has a 1-D slice, and whether it trains them as"
-            f" it would train whole ones could not be found out: {kind.reason}. Say bmt_elementwise = True, or False, in its class"
-            " or in its parameter groups. This is said once."
+            f"{type(optimizer).__name__} trains sharded parameters, of which each rank has a 1-D slice, and whether it trains them"
+            f" as it would train whole ones could not be found out: {kind.reason}. Say bmt_elementwise = True, or False, in its"
+            " class or in its parameter groups. This is said once."
         )

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -44,7 +45,7 @@ class OptimizerKind:
     """What an optimizer needs to see at once to update an element as it would in a whole model."""
 
     needs: Needs
-    """``"elements"``: nothing else (an elementwise optimizer); ``"tensors"``: the whole tensor; ``"all tensors"``: all parameters."""
+    """``"elements"``: nothing else, so it is elementwise; ``"tensors"``: the whole tensor; ``"all tensors"``: all parameters."""
     needs_shape: bool = False
     """Whether whole tensors have to be in their shapes; in 1-D, as one rank or ZeRO level 0 has them, the result is another."""
     reason: str = ""
@@ -95,14 +96,16 @@ def _declared_or_found(optimizer: Any, has_closure: bool) -> list[OptimizerKind]
             alike.setdefault(_options_key(groups[i]), []).append(i)
     found = _found(optimizer, [same[0] for same in alike.values()], has_closure)
     for same in alike.values():
-        kinds.update({i: found[same[0]] for i in same})
+        kinds.update(dict.fromkeys(same, found[same[0]]))
     return [kinds[i] for i in range(len(groups))]
 
 
 def _options_key(group: Mapping[str, Any]) -> object:
     """What two groups have in common that are tried as one: options that are numbers may differ if none is 0."""
     left_out = {"params", "param_names", "lr", "initial_lr", "name", "bmt_elementwise"}
-    options = {key: bool(value) if type(value) is float else value for key, value in group.items() if key not in left_out}
+    options = {
+        key: bool(value) if type(value) is float else value for key, value in group.items() if key not in left_out
+    }
     return repr(sorted(options.items(), key=lambda item: item[0])), _dtype_of(group)
 
 
@@ -165,7 +168,7 @@ class _Trials:
         own = {i: _dtype_of(self._optimizer.param_groups[i]) or torch.float32 for i in self._groups}
         exact = dict.fromkeys(self._groups, torch.float64)
         found: dict[int, OptimizerKind] = {}
-        for dtypes, shapes, steps in ((exact, _SMALL_SHAPES, 8), (exact, _SMALL_SHAPES, 32), (own, _LARGE_SHAPES, 8)):
+        for dtypes, shapes, steps in ((exact, _SMALL_SHAPES, 12), (own, _LARGE_SHAPES, 8)):
             try:
                 kinds = self._kinds_in(dtypes, shapes, steps)
             except _CannotTellError:
@@ -238,9 +241,7 @@ class _Trials:
             # Values in the parameters' own dtype must not be so large that a step is lost in their rounding.
             size = 0.5 if dtypes[i] == torch.float64 or lr is None or not 0 < float(lr) < 1e-2 else 10 * float(lr)
             starts[i] = [self._made(torch.randn(s, generator=generator).double() * size, dtypes[i]) for s in shapes]
-            gradients[i] = [
-                self._made(_gradients(s, steps, k, generator), dtypes[i]) for k, s in enumerate(shapes)
-            ]
+            gradients[i] = [self._made(_gradients(s, steps, k, generator), dtypes[i]) for k, s in enumerate(shapes)]
         return starts, gradients
 
     def _made(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -260,7 +261,7 @@ class _Trials:
     def _parts(self, starts: Values, gradients: Values) -> list[Results | None]:
         """Step the first parts of all tensors, then the second, which are empty, then the third."""
         parts = []
-        for begin, end in zip(_CUTS, _CUTS[1:], strict=False):
+        for begin, end in pairwise(_CUTS):
             found = self._tried(*self._part(starts, gradients, begin, end))
             if begin == end:
                 self._fails_on_empty |= found is None
@@ -345,13 +346,17 @@ class _Comparison:
     def __init__(self, starts: Values, together: Results, again: Results) -> None:
         self._together = together
         self._moved = {
-            i: [_mean(r[""] - start.double()) for r, start in zip(together[i], starts[i], strict=True)] for i in together
+            i: [_mean(r[""] - start.double()) for r, start in zip(together[i], starts[i], strict=True)]
+            for i in together
         }
         if not all(0 < sum(distances) < math.inf for distances in self._moved.values()):
             raise _CannotTellError("its step changes nothing, or gives infinity or NaN")
         self._same = {i: _SAME.get(tensors[0].dtype, _SAME_IN_HALF) for i, tensors in starts.items()}
         self._drawn = {
-            i: [{name: _distance(leaf, [r.get(name)]) for name, leaf in whole.items()} for whole, r in zip(together[i], again[i], strict=True)]
+            i: [
+                {name: _distance(leaf, [r.get(name)]) for name, leaf in whole.items()}
+                for whole, r in zip(together[i], again[i], strict=True)
+            ]
             for i in together
         }
 
@@ -361,7 +366,7 @@ class _Comparison:
         return {i for i, tensors in self._drawn.items() if any(any(drawn.values()) for drawn in tensors)}
 
     def differs(self, i: int, pieces: Sequence[Results | None]) -> bool:
-        """Whether tensors of group ``i`` in ``pieces`` are not there or others, by more than rounding and random numbers explain."""
+        """Whether group ``i`` in ``pieces`` is not there or another, by more than rounding and random numbers explain."""
         found = [piece[i] for piece in pieces if piece is not None]
         if len(found) < len(pieces):
             return True
@@ -392,7 +397,7 @@ def _mean(values: torch.Tensor) -> float:
 
 
 def _gradients(shape: tuple[int, ...], steps: int, index: int, generator: torch.Generator) -> torch.Tensor:
-    """Return gradients for all steps of the tensor number ``index``: their sizes differ between steps, tensors, and a tensor's ends.
+    """Return gradients for all steps of tensor number ``index``. Their sizes differ between steps, tensors, and a tensor's ends.
 
     Half of the tensors' gradients mostly keep their signs, because some optimizers only begin to move when gradients agree.
     """

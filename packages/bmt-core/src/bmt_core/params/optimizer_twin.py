@@ -51,9 +51,7 @@ def _options_of(optimizer: Any, index: int) -> dict[str, Any]:
     return options
 
 
-def _constructed(
-    optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]
-) -> Any:
+def _constructed(optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]) -> Any:
     """Call the constructor of ``optimizer``'s class with its options, as far as they can be read."""
     arguments: dict[str, Any] = {}
     is_complete, has_params = True, False
@@ -92,9 +90,7 @@ def _take_over_attributes(optimizer: Any, made: Any) -> None:
             setattr(made, name, value)
 
 
-def _copied_bare(
-    optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]
-) -> Any:
+def _copied_bare(optimizer: Any, groups: Sequence[dict[str, Any]], params: Mapping[int, Sequence[torch.Tensor]]) -> Any:
     """Copy the attributes of ``optimizer`` to an object of its class, without its constructor, its state and its hooks."""
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
@@ -106,7 +102,9 @@ def _copied_bare(
             vars(made)[name] = OrderedDict()
         elif isinstance(value, Optimizer):
             vars(made)[name] = twin_of(value, params)
-        elif name != "step":  # a scheduler counts steps by a function in its place, which would step the given optimizer
+        elif (
+            name != "step"
+        ):  # a scheduler counts steps by a function in its place, which would step the given optimizer
             vars(made)[name] = copied(value)
     return made
 
