@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from whole_optimizers import (
     KINDS,
+    GlobalClip,
     GlobalStepSize,
     Normalized,
     Shampoo,
@@ -22,6 +24,7 @@ from bmt_core.errors import ConfigError
 from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_optim import OptimManager, lr_scheduler, whole
+from bmt_optim.whole_tensors import optimizer as optimizer_module
 from bmt_optim.whole_tensors import whole_tensor
 from bmt_testing import on_ranks
 
@@ -172,13 +175,35 @@ def test_with_together_one_rank_steps_all_tensors() -> None:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
 
 
+@pytest.mark.parametrize("kind", [GlobalStepSize, GlobalClip])
+@on_ranks(1, 2)
+def test_a_class_that_decides_from_all_tensors_is_refused_without_together(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"otherwise beside others than alone.*together=True"):
+        whole(kind, sharded_parameters().values(), lr=0.1)
+
+
 @on_ranks(1, 2, 4)
-def test_an_option_that_all_tensors_decide_is_refused_without_together() -> None:
+def test_an_option_that_differs_between_tensors_is_an_error_on_all_ranks() -> None:
     params = sharded_parameters()
-    optimizer = whole(GlobalStepSize, params.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_module, "check_steps_alone", lambda *arguments: None)
+        optimizer = whole(GlobalStepSize, params.values())
     give_gradients(params, 0)
     with pytest.raises(ConfigError, match=r"computed its option 'd' .*together=True"):
         optimizer.step()
+
+
+class NeedsMore(Shampoo):
+    """Cannot step vectors, on which it is tried."""
+
+
+@on_ranks(1, 2)
+def test_a_class_that_cannot_be_tried_is_warned_about_on_rank_0() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        whole(NeedsMore, [DistributedParameter(torch.ones(3))])
+    found = [str(one.message) for one in caught if "NeedsMore could not be tried" in str(one.message)]
+    assert len(found) == (runtime.rank() == 0)
 
 
 @on_ranks(2, 4)
@@ -267,6 +292,36 @@ def test_add_optimizer_makes_one_of_whole_tensors_of_one_that_exists() -> None:
     assert_alike(wholes(sharded), {name: p.detach() for name, p in plain.items()})
     assert all(p.grad is None for p in sharded.values())
     assert manager.optimizers[0].param_groups[0]["lr"] == given.param_groups[0]["lr"] < 0.1
+
+
+@on_ranks(1, 2)
+def test_a_scheduler_of_torch_over_the_given_optimizer_reaches_the_owners() -> None:
+    plain, sharded = plain_parameters(), sharded_parameters()
+    results = []
+    for params in (plain, sharded):
+        given = Normalized(params.values(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(given, 2, gamma=0.5)
+        manager = OptimManager(sum_plain_gradients=False)
+        manager.add_optimizer(given, schedule, whole=params is sharded)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+            for step in range(STEPS):
+                give_gradients(params, step)
+                manager.step()
+        results.append(wholes(params))
+    assert_alike(results[1], results[0])
+
+
+class KeepsParameters(Shampoo):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.all = list(self.param_groups[0]["params"])
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_keeps_parts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"keeps parts of parameters in its attribute 'all'.*bmt.optim.whole"):
+        OptimManager().add_optimizer(KeepsParameters(sharded_parameters().values()), whole=True)
 
 
 @on_ranks(1, 2)

@@ -15,6 +15,7 @@ of the last one. Every rank of a team takes part in every round.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from bmt_optim.current_run import with_a_group, world
 from bmt_optim.managed_optimizer import ManagedOptimizer, managed
 from bmt_optim.state.logical_state import gathered_state, load_logical_state
 from bmt_optim.state.torch_state import check_torch_state, with_all_options
+from bmt_optim.whole_tensors.joint_decisions import check_steps_alone
 from bmt_optim.whole_tensors.option_link import PARAMETERS, merge
 from bmt_optim.whole_tensors.ownership import Cost, Ownership, distinct, team_of, whole_shape
 from bmt_optim.whole_tensors.team_step import TeamStep
@@ -222,6 +224,10 @@ class WholeOptimizer(ManagedOptimizer, torch.optim.Optimizer):
         units = [Unit(made)] if self._together and made else [Unit([tensor]) for tensor in made]
         self._units |= {tensor.p: unit for unit in units for tensor in unit.tensors}
         self._teams = self._team_steps()
+        if not self._together and not self._is_built:
+            options = {key: value for key, value in self.param_groups[0].items() if key not in PARAMETERS}
+            dims = [len(whole_shape(p)) for p in self._tensors]
+            check_steps_alone(self._factory, options, dims, self._kind.__name__)
         self._is_built = True
 
     def _team_steps(self) -> list[TeamStep]:
@@ -288,9 +294,10 @@ def whole(
 
     Tensors are stepped one by one: see [Note: one optimizer per tensor]. A class that decides
     something from all of its tensors (the step size of Prodigy, a norm over all gradients) needs
-    ``together``: one rank steps all tensors, and keeps their states and gradients. Without it, an
-    option that comes out differently for different tensors is an error; a number that the class
-    keeps elsewhere is not seen. Such an optimizer cannot have stages of a pipeline.
+    ``together``: one rank steps all tensors, and keeps their states and gradients. Without it, the
+    class is tried on small tensors at the start, and :class:`ConfigError` is raised if it steps a
+    tensor otherwise beside others than alone, or if an option later comes out differently for
+    different tensors. Such an optimizer cannot have stages of a pipeline.
 
     The constructor and ``state_dict()`` communicate nothing, except that ``together`` compares
     stages. ``step()`` is collective. Works with :class:`OptimManager`, schedulers, checkpoints
@@ -328,10 +335,14 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
             f" bmt.optim.whole({type(optimizer).__name__}, params, ...), and load its state from a checkpoint."
         )
     hooks = {key: value for key, value in vars(optimizer).items() if key.startswith("_optimizer_")}
+    # ``step`` is there if a scheduler of torch has replaced it: it would step ``optimizer``.
+    shared = ("param_groups", "state", "step", *hooks)
+    own = {key: value for key, value in vars(optimizer).items() if key not in shared}
+    _check_attributes(optimizer, own)
 
     def factory(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         made: Any = object.__new__(type(optimizer))
-        vars(made).update(vars(optimizer))
+        vars(made).update(copy.deepcopy(own))
         vars(made).update({key: type(value)() for key, value in hooks.items()})
         made.param_groups, made.state = groups, defaultdict(dict)
         return made  # type: ignore[no-any-return]
@@ -341,6 +352,18 @@ def whole_of(optimizer: Any) -> WholeOptimizer:
     made.param_groups, made.original = groups, optimizer
     vars(made).update(hooks)
     return made
+
+
+def _check_attributes(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> None:
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in attributes.items():
+        items = list(value.values()) if isinstance(value, Mapping) else value
+        held = items if isinstance(items, (list, tuple, set)) else [items]
+        if any(id(item) in parameters for item in [*held, *(value if isinstance(value, Mapping) else ())]):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps parts of parameters in its attribute {name!r}. Make it anew with whole"
+                f" tensors: bmt.optim.whole({type(optimizer).__name__}, params, ...)."
+            )
 
 
 def _check_kind(kind: Any) -> None:
