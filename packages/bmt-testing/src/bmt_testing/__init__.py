@@ -14,7 +14,8 @@
 
 The function runs between ``init_distributed()`` and ``shutdown()``. The processes are started once and reused.
 
-:func:`assert_matches_single` compares a whole training on ranks with one process of plain torch, and :func:`training_settings` draws the ways to train.
+:func:`assert_matches_single` compares a training on ranks with one process of plain torch, and
+:func:`training_settings` draws the ways to train.
 """
 
 from __future__ import annotations

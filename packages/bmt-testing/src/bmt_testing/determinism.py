@@ -59,7 +59,7 @@ def _outputs(user: UserModel, model: nn.Module, seed: int) -> dict[Any, Any]:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return dict((*model.named_parameters(), *model.named_buffers()))
 
 
 def _first_unlike(first: dict[Any, Any], second: dict[Any, Any]) -> Any:

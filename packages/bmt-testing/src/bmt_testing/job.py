@@ -57,7 +57,7 @@ class FunctionReference:
         if known is not None and _same_file(known, self.file):
             return known
         spec = None if self.file is None else importlib.util.spec_from_file_location(self.module, self.file)
-        if spec is None or spec.loader is None or is_importable(self.module, self.file):
+        if spec is None or spec.loader is None or _is_importable(self.module, self.file):
             return importlib.import_module(self.module)
         # Unpickling an object of the module "a.b" imports "a" too.
         for parent in accumulate(self.module.split(".")[:-1], "{}.{}".format):
@@ -72,8 +72,8 @@ class FunctionReference:
         return module
 
 
-def is_importable(name: str, file: str | None) -> bool:
-    """Whether a plain ``import name`` loads ``file`` in this process."""
+def _is_importable(name: str, file: str | None) -> bool:
+    """Whether a plain ``import name`` would load ``file``."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -131,9 +131,7 @@ class _Comparison:
         """Return what plain torch computes, for each rank."""
         training = PlainTraining(self.user, settings, self.grid.data_size, dtype)
         of_parts = values_of_parts(training.run(self.steps), self.grid.data_size)
-        places = [
-            Topology(self.grid.sizes, rank, same_data=self.grid.same_data_axes) for rank in range(settings.ranks)
-        ]
+        places = [Topology(self.grid.sizes, rank, same_data=self.grid.same_data_axes) for rank in range(settings.ranks)]
         return [of_parts[place.data_rank] for place in places]
 
     def _rounding(

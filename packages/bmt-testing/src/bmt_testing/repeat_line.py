@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bmt_testing.job import is_importable
 from bmt_testing.training_settings import TrainingSettings
 
 
@@ -35,6 +34,7 @@ def repeat_lines(
     if device != "cpu":
         arguments.append(f"device={device!r}")
     call = f"assert_matches_single({', '.join(arguments)})"
+    call = call.replace("'", '"') if '"' not in call else call  # a shell's quotes are single ones
     lines = [f"settings: {settings!r}", f"repeat in Python:  {call}"]
     if (command := _command(functions, call)) is not None:
         lines.append(f"repeat in a shell: {command}")
@@ -42,21 +42,27 @@ def repeat_lines(
 
 
 def _command(functions: Sequence[Callable[..., Any] | None], call: str) -> str | None:
-    """Return a command that runs ``call``; None if a function is in a program that cannot be imported."""
+    """Return a command that runs ``call``; None if a function is in no file."""
     folders: dict[str, None] = {}
-    imports: dict[str, None] = {}
+    imports: dict[str, list[str]] = {"bmt_testing": ["TrainingSettings", "assert_matches_single"]}
     for function in functions:
         if function is None:
             continue
-        name = function.__module__
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if name == "__main__" or file is None:
+        file = getattr(sys.modules[function.__module__], "__file__", None)
+        if file is None:
             return None
-        if not is_importable(name, file):  # a name that pytest gave it
-            name = Path(file).stem
-        if not is_importable(name, file) or name == Path(file).stem:
-            folders[os.path.relpath(Path(file).parent)] = None
-        imports[f"from {name} import {function.__name__}"] = None
-    program = "; ".join(["from bmt_testing import assert_matches_single, TrainingSettings", *imports, call])
-    path = f"PYTHONPATH={shlex.quote(os.pathsep.join(folders))}:$PYTHONPATH " if folders else ""
-    return f"{path}python -c {shlex.quote(program)}"
+        folder, module = _import_path(Path(file))
+        folders[os.path.relpath(folder)] = None
+        imports.setdefault(module, []).append(function.__name__)
+    program = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
+    path = shlex.quote(os.pathsep.join(folders))
+    return f"PYTHONPATH={path}:$PYTHONPATH python -c {shlex.quote('; '.join([*program, call]))}"
+
+
+def _import_path(file: Path) -> tuple[Path, str]:
+    """Return a folder, and the name by which ``file`` is imported from there. Pytest gives test files other names."""
+    names, folder = [file.stem], file.parent
+    while (folder / "__init__.py").exists():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(names)

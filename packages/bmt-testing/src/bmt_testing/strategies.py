@@ -38,7 +38,7 @@ def training_settings(
             raise ValueError(f"training_settings({name}=...) needs at least one, such as {name}=(1,).")
     from hypothesis import strategies as st  # the ranks do without
 
-    drawn_axes = {name: ranks for name in _offered_axes()} | dict(axes or {})
+    drawn_axes = dict.fromkeys(_offered_axes(), ranks) | dict(axes or {})
     has_manager = importlib.util.find_spec("bmt_optim") is not None
 
     @st.composite

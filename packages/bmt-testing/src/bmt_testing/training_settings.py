@@ -107,6 +107,4 @@ class TrainingSettings:
 
 def _defaults() -> dict[str, Any]:
     # Not a TrainingSettings(): its __repr__ asks here.
-    return {
-        each.name: {} if each.name == "axes" else each.default for each in fields(TrainingSettings)
-    }
+    return {each.name: {} if each.name == "axes" else each.default for each in fields(TrainingSettings)}

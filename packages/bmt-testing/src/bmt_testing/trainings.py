@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +139,7 @@ class PlainTraining(Training):
             self.record.add(f"{number}|{name}", loss)
             loss = loss / (self.data_size * self.settings.micro_batches)
             if loss.requires_grad:
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def buffers_of(self, part: int) -> Iterator[None]:
@@ -228,7 +230,7 @@ class ShardedTraining(Training):
         if self.manager is not None:
             self.manager.backward(loss)
         else:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def clip(self, max_norm: float) -> torch.Tensor:
         assert self.manager is not None
@@ -269,15 +271,12 @@ def train_on_ranks(
 
 def require(distribution: str) -> Any:
     """Return the module of the package ``distribution``; :class:`ConfigError` if it is not installed."""
-    import importlib
-    import importlib.util
-
     package = PACKAGES[distribution]
-    if importlib.util.find_spec(package.module) is None:
+    if find_spec(package.module) is None:
         raise ConfigError(
             f"assert_matches_single needs {distribution}, which is not installed. Install it with: {package.install}"
         )
-    return importlib.import_module(package.module)
+    return import_module(package.module)
 
 
 def _manager() -> Any:

@@ -81,7 +81,10 @@ class UserModel:
             )
         size = number // count
         return [
-            _mapped(batch, lambda tensor, i=index: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor)
+            _mapped(
+                batch,
+                lambda tensor, i=index: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor,
+            )
             for index in range(count)
         ]
 
