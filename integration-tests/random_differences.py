@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +11,10 @@ import torch
 from random_models import Model
 from random_pipelines import PipelinedTraining
 from random_plans import Plan
-from random_trainings import Record, ShardedTraining, Training
+from random_trainings import ShardedTraining, Training
 
-from bmt_testing import run_ranks
-
-AMPLIFIED, AMPLIFIED_MOST = 8.0, 32.0
-"""By how many times plain torch's own distance from a training all in float64 a training with float32 may differ from plain torch.
-
-And by how many if the same training in float64 is equal: Adam turns a gradient that is nothing but rounding into a whole update.
-"""
+from bmt_testing import comparison, run_ranks
+from bmt_testing.comparison import Difference, Record, may_be_rounding, rounding_of
 
 
 class ExactTraining(Training):
@@ -45,14 +39,14 @@ def differences(
     run: Callable[..., Record] = run_sharded,
     *arguments: Any,
     timeout: float = 60.0,
-) -> list[str]:
+) -> list[Difference]:
     """Train both ways, the ranks on ``device``, and return what differs by more than rounding, first things first.
 
-    Some trainings in float32 amplify rounding, so that one in plain torch differs from itself in float64. By
-    :data:`AMPLIFIED` times as much a value may differ here, or by more if float64 decides. ``folder`` is for checkpoints.
+    Some trainings in float32 amplify rounding, so that one in plain torch differs from itself in float64: see
+    :mod:`bmt_testing.comparison`, which then lets float64 decide. ``folder`` is for checkpoints.
     ``run(plan, folder, *arguments)`` is what ranks do, in ``timeout`` seconds at most.
     """
-    expected = dict(Training(plan, world_size).run().values)
+    expected = [dict(Training(plan, world_size).run().values)] * world_size
     # Norms, and so what is clipped, are float32 for any parameters.
     rtol, atol = (1e-3, 1e-4) if plan.dtype == torch.float32 else (1e-5, 1e-6)
     init = {
@@ -63,38 +57,22 @@ def differences(
         "pipe_size": plan.pipe_size(world_size),
         "num_micro_batches": plan.micro_batches(world_size, 0) if plan.pipeline else None,
     }
-    messages = []
-    most = 0.0  # of differences, in multiples of the rounding of plain torch
-    rounding: dict[str, float] | None = None
-    seen: set[str] = set()
-    for rank, record in enumerate(run_ranks(run, world_size, plan, folder, *arguments, init=init, timeout=timeout)):
-        found = dict(record.values)
-        seen.update(found)
-        # A stage of a pipeline has its own layers.
-        unlike = set(found) - set(expected) if plan.pipeline else set(expected) ^ set(found)
-        if unlike:
-            messages.append(f"rank {rank}: not in both: {sorted(unlike)}")
-            most = math.inf
-        for name in [name for name in expected if name in found]:
-            value, other = expected[name], found[name]
-            if not torch.allclose(other.to(value.dtype), value, rtol=rtol, atol=atol):
-                off = float((other - value).abs().max())
-                if rounding is None:
-                    rounding = _rounding(plan, world_size, expected)
-                if not off <= AMPLIFIED * rounding[name]:
-                    messages.append(f"rank {rank}: {name} is off by {off:.3g}")
-                    most = max(most, off / rounding[name] if rounding[name] and math.isfinite(off) else math.inf)
-    if missing := set(expected) - seen:
-        messages.append(f"on no rank: {sorted(missing)}")
-        most = math.inf
-    if not messages or most > AMPLIFIED_MOST or plan.dtype == torch.float64:
-        return messages
+    records = run_ranks(run, world_size, plan, folder, *arguments, init=init, timeout=timeout)
+
+    def rounding() -> list[dict[str, float]]:
+        """How far plain torch is from float64; 0 where all of the model is float64."""
+        exact = dict(ExactTraining(plan, world_size).run().values)
+        return rounding_of(expected[:1], [exact]) * world_size
+
+    unlike = comparison.differences(
+        expected,
+        [dict(record.values) for record in records],
+        floor=lambda name, value: atol + rtol * value.abs(),
+        rounding=rounding,
+        may_lack=plan.pipeline is not None,  # a stage of a pipeline has its own layers
+    )
+    if not unlike or not may_be_rounding(unlike) or plan.dtype == torch.float64:
+        return unlike
     with tempfile.TemporaryDirectory(dir=folder) as other_folder:
         exact_plan = dataclasses.replace(plan, dtype=torch.float64)
         return differences(exact_plan, world_size, other_folder, device, run, *arguments, timeout=timeout)
-
-
-def _rounding(plan: Plan, world_size: int, found: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return how far each value that plain torch has ``found`` is from that in float64; 0 where all of the model is float64."""
-    exact = dict(ExactTraining(plan, world_size).run().values)
-    return {name: float((exact[name] - value).abs().max()) for name, value in found.items()}

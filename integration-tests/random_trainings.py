@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from bmt_core.params.parameter import DistributedParameter
 from bmt_core.run import runtime
 from bmt_core.run.collectives import all_gather
 from bmt_optim import AdamOptimizer, OptimManager
+from bmt_testing.comparison import Record
 from bmt_tp import ColumnParallelLinear
 from bmt_zero import Block, BMTrainModelWrapper, TransformerBlockList, no_sync
 from bmtrain.loss import FusedCrossEntropy
@@ -38,17 +38,6 @@ def leave_alone(tensor: torch.Tensor) -> None:
 
 class Interrupt(Exception):
     """What a first try of a step fails with."""
-
-
-@dataclass
-class Record:
-    """What a training came to: names and values, in order. Of gradients and parameters, whole."""
-
-    values: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-
-    def add(self, name: str, value: torch.Tensor) -> None:
-        """Append a copy of ``value``."""
-        self.values.append((name, value.detach().cpu().clone()))
 
 
 class Training:

@@ -13,10 +13,11 @@ from delays import PLACES, Where, delayed, overwrite_freed_memory
 from lane_trainings import Sharded, Values, cases, compare, plain, train
 from random_differences import differences
 from random_plans import Plan, draw
-from random_trainings import Record, ShardedTraining
+from random_trainings import ShardedTraining
 
 from bmt_core.run.runtime import current
 from bmt_testing import run_ranks
+from bmt_testing.comparison import Record
 
 pytestmark = pytest.mark.gpu(2)
 INIT = {"device": "cuda"}

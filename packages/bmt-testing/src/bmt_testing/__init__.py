@@ -13,13 +13,31 @@
         assert bmt_core.world_size() == world_size
 
 The function runs between ``init_distributed()`` and ``shutdown()``. The processes are started once and reused.
+
+:func:`assert_matches_single` compares a training on ranks with one process of plain torch, and
+:func:`training_settings` draws the ways to train.
 """
 
 from __future__ import annotations
 
 from bmt_testing.decorator import on_ranks
 from bmt_testing.gpus import gpu_ranks
+from bmt_testing.matches_single import assert_matches_single
 from bmt_testing.outcome import Outcome, RankError, RankFailure
 from bmt_testing.pool import RankPool, rank_pool, run_ranks
+from bmt_testing.strategies import training_settings
+from bmt_testing.training_settings import TrainingSettings
 
-__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "gpu_ranks", "on_ranks", "rank_pool", "run_ranks"]
+__all__ = [
+    "Outcome",
+    "RankError",
+    "RankFailure",
+    "RankPool",
+    "TrainingSettings",
+    "assert_matches_single",
+    "gpu_ranks",
+    "on_ranks",
+    "rank_pool",
+    "run_ranks",
+    "training_settings",
+]

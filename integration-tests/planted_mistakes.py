@@ -1,0 +1,223 @@
+"""Mistakes that are planted into ranks, and how many examples ``training_settings`` needs to find each.
+
+python3 tools/dev.py setup && .venv/bin/python integration-tests/planted_mistakes.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import nn
+
+from bmt_core.run.runtime import Runtime, current
+from bmt_core.torch_internals import backward_pass
+from bmt_optim import clipping
+from bmt_pipeline.whole_batch import WholeBatch
+from bmt_testing import TrainingSettings, assert_matches_single, training_settings
+from bmt_zero.gradient_ledger import GradientLedger
+
+MOST = 100
+"""Examples after which a mistake counts as not found."""
+
+WIDTH, HIDDEN, TOKENS, ROWS = 6, 7, 11, 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Gpt(nn.Module):
+    """A model with what the mistakes concern: layers of odd sizes, a tied weight, and a buffer that follows the data."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.layers = nn.Sequential(*[Layer() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers(self.embedding(tokens))
+        with torch.no_grad():
+            self.mean.lerp_(hidden.mean((0, 1)), 0.1)
+        logits = self.head(hidden - self.mean)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens_of(seed: int) -> tuple[torch.Tensor]:
+    return (torch.randint(TOKENS, (ROWS, 5)),)
+
+
+def no_mistake(model: nn.Module) -> nn.Module:
+    return model
+
+
+def skip_a_reduction(model: nn.Module) -> nn.Module:
+    """Block 1 keeps the gradients of its own rank."""
+    start = GradientLedger._start
+
+    def skipping(ledger: Any, reduced: torch.Tensor, full: torch.Tensor, division: Any) -> Any:
+        if "layers.1." not in str(ledger._flat.labels):
+            return start(ledger, reduced, full, division)
+        size, rank = ledger._process_group.size, ledger._process_group.rank
+        own = full.clone() if reduced.shape == full.shape else full.chunk(size)[rank].clone()
+        work = start(ledger, reduced, full, division)
+        work.wait()
+        reduced.copy_(own)
+        return work
+
+    return _replace(GradientLedger, "_start", skipping, model)
+
+
+def forget_to_divide(model: nn.Module) -> nn.Module:
+    """Gradients are too large by the number of ranks along ``dp``."""
+    return _replace(Runtime, "gradient_divisor", property(lambda runtime: 1), model)
+
+
+def drop_what_is_held_back(model: nn.Module) -> nn.Module:
+    """The gradients of micro-batches inside ``no_sync`` are lost."""
+
+    def dropping(ledger: Any, full: torch.Tensor) -> torch.Tensor:
+        held, ledger._held_back = ledger._held_back, None
+        return full if held is None or held is full else full.to(held.dtype)
+
+    return _replace(GradientLedger, "_with_held_back", dropping, model)
+
+
+def take_the_norm_of_a_part(model: nn.Module) -> nn.Module:
+    """Each rank clips by the norm of its own parts."""
+    return _replace(clipping, "_over_all_ranks", lambda local, p: local.pow(1.0 / p), model)
+
+
+def swap_two_micro_batches(model: nn.Module) -> nn.Module:
+    """The first stage takes the micro-batches in another order than the last."""
+    take = WholeBatch.micro_batch
+
+    def swapped(batch: Any, tensors: Any, number: int) -> Any:
+        return take(batch, tensors, batch.shape.micro_batches - 1 - number)
+
+    return _replace(WholeBatch, "micro_batch", swapped, model)
+
+
+def untie(model: Any) -> nn.Module:
+    """The tied weight of embedding and head is two weights on the ranks."""
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    return model
+
+
+def let_a_buffer_drift(model: Any) -> nn.Module:
+    """On one rank the buffer is not that of its data."""
+
+    def drift(module: Any, *_: Any) -> None:
+        module.mean.add_(1e-3)
+
+    if current().rank == 1:
+        model.register_forward_hook(drift)
+    return model
+
+
+def mask_otherwise_in_recomputation(model: Any) -> nn.Module:
+    """A recomputation draws another dropout mask than the forward."""
+
+    def masked(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        is_recomputed = backward_pass() != -1
+        return output * (torch.arange(output.shape[-1]) >= int(is_recomputed))
+
+    model.layers[2].up.register_forward_hook(masked)
+    return model
+
+
+class Mistake(NamedTuple):
+    """A mistake, and what the message about it says."""
+
+    plant: Callable[[Any], nn.Module]
+    phrases: tuple[str, ...]
+    axes: dict[str, tuple[int, ...]] = {}
+
+
+MISTAKES = [
+    Mistake(skip_a_reduction, ("gradient of layers.1.", "in step 0", "on rank 0")),
+    Mistake(forget_to_divide, ("gradient of embedding.weight in step 0", "on rank 0")),
+    Mistake(drop_what_is_held_back, ("gradient of ", "in step 0", "on rank 0")),
+    Mistake(take_the_norm_of_a_part, ("norm of the gradients in step 0", "on rank 0")),
+    Mistake(swap_two_micro_batches, ("loss of micro-batch 0 in step 0", "on rank 0"), {"pp": (1, 2)}),
+    Mistake(untie, ("gradient of head.weight in step 0", "in plain torch it is not")),
+    Mistake(let_a_buffer_drift, ("buffer mean after step 0", "on rank 1")),
+    Mistake(mask_otherwise_in_recomputation, ("gradient of ", "in step 0", "on rank 0")),
+]
+
+
+def examples_needed(mistake: Mistake, *, shrinks: bool = False) -> tuple[int, str]:
+    """Return how many examples were drawn until one found ``mistake``, and the message; MOST + 1 if none did."""
+    needed, message = MOST + 1, ""
+    numbers = itertools.count(1)
+    phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
+
+    @given(drawn=training_settings(ranks=(1, 2), axes=mistake.axes))
+    @settings(
+        deadline=None,
+        max_examples=MOST,
+        derandomize=True,
+        database=None,
+        phases=phases,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    def compare(drawn: TrainingSettings) -> None:
+        nonlocal needed
+        number = next(numbers)
+        try:
+            assert_matches_single(
+                Gpt,
+                tokens_of,
+                steps=2,
+                settings=drawn,
+                parallelize=mistake.plant,
+                pipeline="layers" if mistake.axes else None,
+            )
+        except AssertionError:
+            needed = min(needed, number)
+            raise
+
+    try:
+        compare()
+    except AssertionError as error:
+        message = str(error)
+    return needed, message
+
+
+def _replace(owner: Any, name: str, new: Any, model: nn.Module) -> nn.Module:
+    """Replace an attribute of bmt until the run of this rank ends, and return ``model``."""
+    old = vars(owner)[name]
+    setattr(owner, name, new)
+    current().at_shutdown.append(lambda: setattr(owner, name, old))
+    return model
+
+
+def main() -> int:
+    """Print a table of the mistakes and the smallest settings that find each, and return the exit code."""
+    missed = 0
+    for mistake in MISTAKES:
+        needed, message = examples_needed(mistake, shrinks=True)
+        missed += needed > MOST
+        print(f"\n{mistake.plant.__name__}: {needed} examples\n{message}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""One training of a user's model: by one process in plain torch, or by the ranks of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from bmt_core.errors import ConfigError
+from bmt_core.packages import PACKAGES
+from bmt_testing.comparison import Record
+from bmt_testing.training_settings import TrainingSettings
+from bmt_testing.user_model import Batch, UserModel
+
+if TYPE_CHECKING:
+    from bmt_core.params.parameter import DistributedParameter
+
+
+class Training:
+    """The steps that both trainings take. ``data_size`` is the number of ranks that see different data."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        user: UserModel,
+        settings: TrainingSettings,
+        data_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.user, self.settings, self.data_size, self.dtype = user, settings, data_size, dtype
+        self.record = Record()
+        plain = user.model(settings.seed, dtype).train()
+        self.names = [name for name, _ in plain.named_parameters()]
+        self.model = self.build(plain)
+        self.parameters = dict(self.model.named_parameters())
+        self.optimizer = self.make_optimizer()
+
+    def run(self, steps: int) -> Record:
+        """Take ``steps`` steps."""
+        for step in range(steps):
+            self.step(step)
+        return self.record
+
+    def step(self, step: int) -> None:
+        """Take a step, and note what it computes."""
+        self.optimizer.zero_grad()
+        frozen = {self.names[n] for n in self.settings.frozen_in(step, len(self.names))}
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(name not in frozen)
+        for micro in range(self.settings.micro_batches):
+            seed = self.settings.batch_seed(step, micro)
+            batch = self.user.batch(seed, self.dtype, self.device)
+            is_last = micro == self.settings.micro_batches - 1
+            with nullcontext() if is_last else self.holding():
+                self.micro_batch(f"loss of micro-batch {micro} in step {step}", batch)
+        self.complete()
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self.record.add(f"gradient of {name} in step {step}", self.whole(parameter, parameter.grad))
+        if self.settings.max_norm is not None:
+            self.record.add(f"norm of the gradients in step {step}", self.clip(self.settings.max_norm))
+        self.update()
+        for name, parameter in self.parameters.items():
+            self.record.add(f"{name} after step {step}", self.whole(parameter, parameter.detach()))
+        for label, name, buffer in self.buffers():
+            self.record.add(f"{label}buffer {name} after step {step}", buffer)
+
+    def build(self, model: nn.Module) -> nn.Module:
+        """Return the model that is trained."""
+        return model
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Return a new optimizer."""
+        parameters = list(self.model.parameters())
+        if self.settings.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=0.1, momentum=0.8)
+        # A larger eps than the default, so that gradients which are nothing but rounding change little.
+        return torch.optim.Adam(parameters, lr=0.02, betas=(0.8, 0.9), eps=1e-3)
+
+    def holding(self) -> AbstractContextManager[Any]:
+        """Inside, gradients may stay on the rank."""
+        return nullcontext()
+
+    def micro_batch(self, name: str, batch: Batch) -> None:
+        """Compute the gradients of ``batch``, and note its loss."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Make gradients as complete as those of Blocks."""
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip gradients and return their norm."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def update(self) -> None:
+        """Update the parameters."""
+        self.optimizer.step()
+
+    def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of ``tensor``, which lies like ``parameter``."""
+        return tensor
+
+    def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
+        """Return a label, the name and the value of each buffer."""
+        raise NotImplementedError
+
+
+class PlainTraining(Training):
+    """The training by one process in plain torch, which has the data of all ranks.
+
+    The loss of a batch is the mean of those of the ranks' parts. Each part has buffers of its own, as every rank has.
+    Names of values that differ from part to part begin with the part's number: see :func:`values_of_parts`.
+    """
+
+    def build(self, model: nn.Module) -> nn.Module:
+        self.places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
+        own = [holder[name] for holder, name in self.places]
+        self.of_parts = []
+        for _ in range(self.data_size):
+            clones = {id(b): None if b is None else b.clone() for b in own}  # shared buffers stay shared
+            self.of_parts.append([clones[id(b)] for b in own])
+        self.called: set[nn.Module] = set()
+        self.layers = _layers(model, self.user.pipeline)
+        for layer in self.layers:
+            layer.register_forward_hook(lambda module, *_: self.called.add(module))
+        return model
+
+    def micro_batch(self, name: str, batch: Batch) -> None:
+        for number, part in enumerate(self.user.parts(batch, self.data_size)):
+            with self.buffers_of(number):
+                loss = self.user.loss(self.model, part)
+            self.record.add(f"{number}|{name}", loss)
+            loss = loss / (self.data_size * self.settings.micro_batches)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def buffers_of(self, part: int) -> Iterator[None]:
+        """Inside, the model has the buffers of ``part``, and may change them."""
+        for (holder, name), buffer in zip(self.places, self.of_parts[part], strict=True):
+            holder[name] = buffer
+        yield
+        self.of_parts[part] = [holder[name] for holder, name in self.places]
+
+    def complete(self) -> None:
+        """Give zeros to parameters that a called Block did not use: see the README of bmt-zero."""
+        homes = [{id(p) for p in layer.parameters()} for layer in self.layers]
+        shared = {one for home in homes for one in home if sum(one in other for other in homes) > 1}
+        used = {id(p) for layer in self.called for p in layer.parameters()} - shared
+        for parameter in self.model.parameters():
+            if parameter.grad is None and parameter.requires_grad and id(parameter) in used:
+                parameter.grad = torch.zeros_like(parameter)
+        self.called.clear()
+
+    def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
+        for number in range(self.data_size):
+            with self.buffers_of(number):
+                for name, buffer in sorted(self.model.named_buffers()):
+                    yield f"{number}|", name, buffer
+
+
+def values_of_parts(record: Record, data_size: int) -> list[dict[str, torch.Tensor]]:
+    """Return what a :class:`PlainTraining` expects of the ranks with each part of the data, by name."""
+    of_parts: list[dict[str, torch.Tensor]] = [{} for _ in range(data_size)]
+    for name, value in record.values:
+        number, bar, own = name.partition("|")
+        for part, values in enumerate(of_parts):
+            if not bar:
+                values[name] = value
+            elif int(number) == part:
+                values[own] = value
+    return of_parts
+
+
+class ShardedTraining(Training):
+    """The training by the ranks of this run."""
+
+    def __init__(self, user: UserModel, settings: TrainingSettings, dtype: torch.dtype) -> None:
+        from bmt_core.run.runtime import current
+
+        self.topology, self.device = current().topology, current().device
+        self.manager = _manager() if settings.gradients == "sum" else None
+        super().__init__(user, settings, self.topology.data_size, dtype)
+        if self.manager is not None:
+            self.manager.add_optimizer(self.optimizer)
+
+    def build(self, model: nn.Module) -> nn.Module:
+        zero = require("bmt-zero")
+        if self.user.parallelize is not None:
+            model = self.user.parallelize.resolve()(model)
+        layers = _layers(model, self.user.pipeline)
+        shared = _shared_with_others(model, layers)
+        stages = self.topology.axis_size("pp")
+        for number, layer in enumerate(layers):
+            if layer not in shared or stages > 1:  # else the wrapper, which sees the whole model, makes the Block
+                self._make_block(layer, number, mode="PIPE" if stages > 1 else "BLOCK")
+        if stages > 1:
+            assert self.user.pipeline is not None
+            path, _, name = self.user.pipeline.rpartition(".")
+            pipelined = require("bmt-pipeline").PipelineTransformerBlockList(layers)
+            setattr(model.get_submodule(path), name, pipelined)
+        wrapped: nn.Module = zero.BMTrainModelWrapper(model)
+        for number, layer in enumerate(layers):
+            if layer in shared:
+                layer.gradient_checkpointing = self.settings.is_recomputed(number)  # type: ignore[assignment]
+        return wrapped
+
+    def _make_block(self, layer: nn.Module, number: int, mode: str) -> None:
+        level, recomputes = self.settings.level_of(number), self.settings.is_recomputed(number)
+        require("bmt-zero").Block(layer, use_checkpoint=recomputes, zero_level=level, mode=mode)
+
+    def holding(self) -> AbstractContextManager[Any]:
+        if not self.settings.no_sync:
+            return nullcontext()
+        held: AbstractContextManager[Any] = require("bmt-zero").no_sync(self.model)
+        return held
+
+    def micro_batch(self, name: str, batch: Batch) -> None:
+        part = self.user.parts(batch, self.data_size)[self.topology.data_rank]
+        loss = self.user.loss(self.model, part)
+        self.record.add(name, loss)
+        loss = loss / self.settings.micro_batches
+        if self.manager is not None:
+            self.manager.backward(loss)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        assert self.manager is not None
+        norm: torch.Tensor = self.manager.clip_grad_norm(self.model.parameters(), max_norm)
+        return norm
+
+    def update(self) -> None:
+        (self.optimizer if self.manager is None else self.manager).step()
+
+    def whole(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        sharded: DistributedParameter = parameter  # type: ignore[assignment]  # all are, once the model is wrapped
+        return sharded.gather_all_like(tensor)
+
+    def buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
+        """Return the buffers, except those of layers on stages, which see the data of a whole pipeline."""
+        is_pipelined = self.topology.axis_size("pp") > 1
+        for name, buffer in sorted(self.model.named_buffers()):
+            if not (is_pipelined and name.startswith(f"{self.user.pipeline}.")):
+                yield "", name, buffer
+
+
+def train_on_ranks(
+    user: UserModel,
+    settings: TrainingSettings,
+    steps: int,
+    dtype: torch.dtype,
+    init: Mapping[str, Any],
+) -> Record:
+    """Train by the ranks of a run that begins with ``init_distributed(**init)``. Collective."""
+    from bmt_core.run.runtime import init_distributed
+
+    # Rank 0 says what it starts and wraps, which is told once and not for every example.
+    with redirect_stdout(StringIO()):
+        init_distributed(**init)
+        training = ShardedTraining(user, settings, dtype)
+    return training.run(steps)
+
+
+def require(distribution: str) -> Any:
+    """Return the module of the package ``distribution``; :class:`ConfigError` if it is not installed."""
+    package = PACKAGES[distribution]
+    if find_spec(package.module) is None:
+        raise ConfigError(
+            f"assert_matches_single needs {distribution}, which is not installed. Install it with: {package.install}"
+        )
+    return import_module(package.module)
+
+
+def _manager() -> Any:
+    return require("bmt-optim").OptimManager()
+
+
+def _layers(model: nn.Module, pipeline: str | None) -> list[nn.Module]:
+    """Return the modules that become Blocks, each once: the members of ``pipeline``, or what the wrapper finds."""
+    if pipeline is not None:
+        return list(model.get_submodule(pipeline).children())
+    require("bmt-zero")
+    from bmt_zero.model_layers import layers_of
+
+    return layers_of(model)
+
+
+def _shared_with_others(model: nn.Module, layers: list[nn.Module]) -> set[nn.Module]:
+    """Return those of ``layers`` that share a parameter with another one, or with the model outside of them."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values()}
+    homes = [{id(p) for p in layer.parameters()} for layer in layers]
+    return {
+        layer
+        for layer, home in zip(layers, homes, strict=True)
+        if home & outside or sum(bool(home & other) for other in homes) > 1
+    }
