@@ -48,6 +48,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"lr": 0.01, "momentum": 0.9} for name in _WITH_RATE},
     "LBFGS": {"lr": 0.05, "max_iter": 3},
     "BSAM": {"num_data": 32},
+    "Kron": {"max_size_triangular": 64},
+    "torch.optim:Muon": {"matrices only": True},
+    "SpectralSphere": {"matrices only": True},
     "Ranger21": {"num_iterations": 12},
 }
 
@@ -66,7 +69,7 @@ def classes() -> Iterator[tuple[str, dict[str, Any]]]:
             is_abstract = name.startswith("_") or name in ("Optimizer", "BaseOptimizer") or inspect.isabstract(cls)
             if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and not is_abstract:
                 muon = {"matrices": "use_muon"} if (module, name) == ("pytorch_optimizer", "Muon") else {}
-                yield f"{module}:{name}", muon or OPTIONS.get(name, {})
+                yield f"{module}:{name}", muon or OPTIONS.get(f"{module}:{name}", OPTIONS.get(name, {}))
 
 
 def on_ranks(kind: str, options: dict[str, Any], world_size: int, dtype: str, level: int, tp: int) -> Training:

@@ -165,6 +165,9 @@ def outcome_of(kind: str, options: dict[str, Any], dtype: torch.dtype, level: in
             return cls(model, **_without(extra, "model"))  # type: ignore[no-any-return]
         if "inner" in extra:
             made: torch.optim.Optimizer = cls(torch.optim.AdamW(params, lr=0.01), **_without(extra, "inner"))
+        elif "matrices only" in extra:
+            matrices = [p for p in params if len(getattr(p, "whole_shape", p.shape)) == 2]
+            made = cls(matrices, **_without(extra, "matrices only"))
         elif "matrices" in extra:
             shape = [getattr(p, "whole_shape", p.shape) for p in params]
             groups = [

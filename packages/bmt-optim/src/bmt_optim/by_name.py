@@ -35,8 +35,8 @@ def create(name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
         if not _takes_whole(kind, params, options):
             raise
         raise ConfigError(
-            f"{kind.__name__} cannot be made for sharded parameters, of which each rank has a 1-D slice: {error} It takes whole ones:"
-            f" bmt.optim.whole({kind.__name__}, params, …). Or keep these parameters out of Blocks and wrappers."
+            f"{kind.__name__} cannot be made for sharded parameters, of which each rank has a 1-D slice: {error} It takes whole"
+            f" ones: bmt.optim.whole({kind.__name__}, params, …). Or keep these parameters out of Blocks and wrappers."
         ) from error
     return made
 

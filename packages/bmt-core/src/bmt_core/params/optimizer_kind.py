@@ -199,9 +199,9 @@ class _Trials:
         }
 
     def _kind_of_elements(self, is_random: bool) -> OptimizerKind:
-        if is_random:
-            return OptimizerKind(needs="unknown", reason="two trials of the same differ, as if it drew random numbers")
-        return OptimizerKind(needs="elements", fails_on_empty=self._fails_on_empty)
+        reason = "two trials of the same differ, as if it drew random numbers" if is_random else ""
+        needs: Needs = "unknown" if is_random else "elements"
+        return OptimizerKind(needs=needs, reason=reason, fails_on_empty=self._fails_on_empty)
 
     def _kind_of_tensors(self, alone: bool, flat: bool) -> OptimizerKind:
         """Return the kind of which results differ in parts, and those of tensors ``alone`` or ``flat`` too, or not."""
